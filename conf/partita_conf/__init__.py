@@ -1,0 +1,1 @@
+"""Hydra config tree of Partita, found as pkg://partita_conf."""

@@ -1,0 +1,55 @@
+"""Values that hooks return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ConfigContribution:
+    """What a plug-in adds to the config tree.
+
+    packages: importable packages that hold YAML groups (`partita_example_conf`), appended to Hydra's search path as `pkg://...`.
+    nodes: top-level config node -> dataclass schema with defaults.
+    sections: sections of the plan that this plug-in owns; two owners of one section are refused.
+    """
+
+    packages: tuple[str, ...] = ()
+    nodes: Mapping[str, type] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A named step from the model on the meta device to the model that is trained.
+
+    apply(model, context) returns the model to go on with. `after`/`before` name other transforms; names that nobody provides are ignored.
+    The usual anchors are, in order: stage_split, tensor_parallel, expert_parallel, adapter, recompute, compile, state.
+    """
+
+    name: str
+    apply: Callable[[nn.Module, Any], nn.Module]
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One line of an estimate.
+
+    category: parameters, gradients, optimizer, activations, buffers, communication, compute, or another word.
+    what: words for the table. bytes: on the fullest rank (memory) or sent by one rank in a step (communication).
+    place: accelerator, host, file for memory; intra, inter for links. seconds: of one step.
+    """
+
+    category: str
+    what: str
+    bytes: int = 0
+    place: str = "accelerator"
+    seconds: float = 0.0
+    exact: bool = False
