@@ -1,0 +1,16 @@
+"""What the state engine can carry out. The core check compares every plan with it, so no plug-in needs to know."""
+
+from __future__ import annotations
+
+from partita.plan.plan import DATA_AXES
+
+CAPABILITIES: dict[str, frozenset[str]] = {
+    "axes": frozenset(DATA_AXES),  # layout axes that may be larger than one
+    "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
+    "tiers": frozenset({"accelerator"}),
+    "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction
+    "gather_formats": frozenset({"native"}),
+    "algorithms": frozenset({"flat"}),
+    "activations": frozenset({"keep", "full", "selective"}),
+    "schedules": frozenset({"none"}),
+}

@@ -1,0 +1,200 @@
+"""Where every element of every state lies: a frozen value computed from shapes, read by planner, engine, checkpoint and tests alike.
+
+A *bucket* holds the parameters of one unit that share dtype and trainability, one after the other, padded so that every rank of the
+optimizer's shard group owns the same number of elements. Optimizer shard `i` of a bucket is elements [i * shard, (i + 1) * shard).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+
+from partita.plan.plan import Layout, Placement, Plan, Precision
+
+ALIGN = 64  # elements; keeps shards on cache-line and vector boundaries in every dtype
+
+
+class ParameterLike(Protocol):
+    """What a layout needs to know of a parameter (partita.plan.model_spec.ParameterSpec has it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    unit: str
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter inside a bucket: elements [offset, offset + numel), hyper-parameter group `group`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    group: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One flat buffer. `shard` elements for each of `shards` owners; the last ones may be padding."""
+
+    unit: str
+    trainable: bool
+    segments: tuple[Segment, ...]
+    shards: int
+    shard: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard * self.shards
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters."""
+        return sum(s.numel for s in self.segments)
+
+    def owned(self, index: int) -> list[tuple[Segment, int, int]]:
+        """The parts of parameters in shard `index`: (segment, lo, hi), in elements of the parameter."""
+        start, stop = index * self.shard, (index + 1) * self.shard
+        parts = []
+        for s in self.segments:
+            lo, hi = max(start, s.offset), min(stop, s.offset + s.numel)
+            if lo < hi or (s.numel == 0 and start <= s.offset < stop):
+                parts.append((s, lo - s.offset, hi - s.offset))
+        return parts
+
+    def runs(self, index: int) -> list[tuple[int, int, int]]:
+        """Contiguous ranges of one hyper-parameter group in shard `index`: (group, lo, hi) in elements of the shard."""
+        out: list[tuple[int, int, int]] = []
+        base = index * self.shard
+        for s, lo, hi in self.owned(index):
+            a, b = s.offset + lo - base, s.offset + hi - base
+            if a == b:
+                continue
+            if out and out[-1][0] == s.group and out[-1][2] == a:
+                out[-1] = (s.group, out[-1][1], b)
+            else:
+                out.append((s.group, a, b))
+        return out
+
+
+@dataclass(frozen=True)
+class HyperGroup:
+    """Hyper-parameters shared by some parameters: factor on the learning rate, weight decay (None: the rule has none)."""
+
+    lr_scale: float
+    weight_decay: float
+
+
+def assign_groups(parameters: Iterable[ParameterLike], optimizer: Any) -> tuple[dict[str, int], list[HyperGroup]]:
+    """Parameter name -> index into the returned hyper-parameter groups, from `optimizer.groups` and `optimizer.decay_1d`.
+
+    Vectors and scalars (biases, norms) get no weight decay unless `decay_1d` or their group says so (GPT-3, appendix B; nanoGPT).
+    """
+    groups: list[HyperGroup] = []
+    index: dict[str, int] = {}
+    for p in parameters:
+        rule = next((g for g in optimizer.groups if any(fnmatchcase(p.name, m) for m in g.match)), None)
+        decay = optimizer.weight_decay if len(p.shape) > 1 or optimizer.decay_1d else 0.0
+        if rule is not None and rule.weight_decay is not None:
+            decay = rule.weight_decay
+        hyper = HyperGroup(rule.lr_scale if rule else 1.0, decay)
+        if hyper not in groups:
+            groups.append(hyper)
+        index[p.name] = groups.index(hyper)
+    return index, groups
+
+
+def build_buckets(parameters: Sequence[ParameterLike], groups: Mapping[str, int], shards: int) -> tuple[BucketLayout, ...]:
+    """Buckets in order of first appearance. Inside one, parameters stand by hyper-parameter group, then in order of appearance."""
+    keyed: dict[tuple[str, bool], list[ParameterLike]] = {}
+    for p in parameters:
+        keyed.setdefault((p.unit, p.trainable), []).append(p)
+    buckets = []
+    for (unit, trainable), members in keyed.items():
+        segments, offset = [], 0
+        for p in sorted(members, key=lambda p: groups.get(p.name, 0)):
+            segments.append(Segment(p.name, tuple(p.shape), offset, groups.get(p.name, 0)))
+            offset += math.prod(p.shape)
+        shard = math.ceil(max(offset, 1) / (shards * ALIGN)) * ALIGN
+        buckets.append(BucketLayout(unit, trainable, tuple(segments), shards, shard))
+    return tuple(buckets)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """All buckets, and the dtypes and cuts of the states that stand on them."""
+
+    buckets: tuple[BucketLayout, ...]
+    groups: tuple[HyperGroup, ...]
+    placement: Placement
+    precision: Precision
+    layout: Layout
+    accumulates: bool  # several micro-batches are summed before the reduction
+    states: Mapping[str, str] = field(default_factory=dict)  # optimizer state name -> dtype name
+
+    @property
+    def separate_master(self) -> bool:
+        """Whether the optimizer updates a copy of its own instead of the weights that compute reads."""
+        return self.precision.master != self.precision.compute
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of the whole-bucket gradient buffer: what is only passed on can stay in the compute dtype."""
+        kept_whole = not self.placement.optimizer or (self.accumulates and not self.placement.gradients)
+        return dtype_of(self.precision.gradient if kept_whole else self.precision.compute)
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes on one rank at rest, by category, padding included. Every rank holds the same number.
+
+        gradients counts what lives between micro-batches: the whole bucket where gradients are not cut, else the shard.
+        """
+        compute, master = size_of(self.precision.compute), size_of(self.precision.master)
+        total = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for b in self.buckets:
+            total["parameters"] += (b.shard if self.placement.parameters else b.padded) * compute
+            if not b.trainable:
+                continue
+            if self.separate_master:
+                total["optimizer"] += b.shard * master
+            total["optimizer"] += sum(b.shard * size_of(d) for d in self.states.values())
+            if self.placement.optimizer:
+                total["gradients"] += b.shard * size_of(self.precision.gradient)
+            if not self.placement.gradients:
+                total["gradients"] += b.padded * self.gradient_dtype.itemsize
+        return total
+
+
+def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: Any) -> StateLayout:
+    """The layout of a model (anything with `.parameters` of ParameterLike) under a plan.
+
+    states: optimizer state name -> dtype name, from the update rule. optimizer: the config node, for parameter groups.
+    """
+    index, groups = assign_groups([p for p in spec.parameters if p.trainable], optimizer)
+    shards = plan.layout.size(plan.placement.optimizer)
+    buckets = build_buckets(spec.parameters, index, shards)
+    accumulates = plan.schedule.micro_batches > 1
+    return StateLayout(buckets, tuple(groups), plan.placement, plan.precision, plan.layout, accumulates, dict(states))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch dtype of a name such as `bfloat16`."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no torch dtype")
+    return dtype
+
+
+def size_of(name: str) -> int:
+    """Bytes of one element of the dtype of that name."""
+    return dtype_of(name).itemsize
