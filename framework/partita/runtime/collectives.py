@@ -27,8 +27,8 @@ class Collectives(Protocol):
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """Sum `source` [size * n] over the group; part `group.rank` goes into `output` [n] (added if `accumulate`)."""
 
-    def all_reduce(self, buffer: torch.Tensor, group: Group) -> Work:
-        """Sum `buffer` over the group, in place."""
+    def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
+        """Sum `buffer` over the group, in place. A `wire` dtype narrower than the buffer's is sent, and summed in the buffer's."""
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
         """Fill `buffer` [size * n] in place; the caller has written part `group.rank`."""
@@ -74,10 +74,12 @@ class GlooCollectives:
         work = dist.all_to_all_single(received, source, group=group.process_group, async_op=True)
         return Then([work], lambda: _sum_into(output, received.view(group.size, -1), accumulate))
 
-    def all_reduce(self, buffer: torch.Tensor, group: Group) -> Work:
+    def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
         """See `Collectives`."""
         if group.size == 1:
             return Done()
+        if wire is not None and wire.itemsize < buffer.dtype.itemsize:
+            return _narrow_all_reduce(self, buffer, group, wire)
         return dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
@@ -102,10 +104,12 @@ class NativeCollectives:
         work = dist.reduce_scatter_tensor(part, source, group=group.process_group, async_op=True)
         return Then([work], lambda: _sum_into(output, part.view(1, -1), accumulate))
 
-    def all_reduce(self, buffer: torch.Tensor, group: Group) -> Work:
+    def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
         """See `Collectives`."""
         if group.size == 1:
             return Done()
+        if wire is not None and wire.itemsize < buffer.dtype.itemsize:
+            return _narrow_all_reduce(self, buffer, group, wire)
         return dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
@@ -114,6 +118,24 @@ class NativeCollectives:
             return Done()
         part = buffer.view(group.size, -1)[group.rank]
         return dist.all_gather_into_tensor(buffer, part, group=group.process_group, async_op=True)
+
+
+def _narrow_all_reduce(collectives: Collectives, buffer: torch.Tensor, group: Group, wire: torch.dtype) -> Work:
+    """All-reduce whose messages are `wire`: each rank sums one part in the buffer's dtype, rounds it once, and shares it."""
+    part = -(-buffer.numel() // group.size)
+    send = buffer.new_zeros(part * group.size, dtype=wire)
+    send[: buffer.numel()].copy_(buffer)
+    received = torch.empty_like(send)
+    work = dist.all_to_all_single(received, send, group=group.process_group, async_op=True)
+
+    def share() -> None:
+        total = buffer.new_empty(part)
+        _sum_into(total, received.view(group.size, -1), accumulate=False)
+        send.view(group.size, -1)[group.rank].copy_(total)
+        collectives.all_gather(send, group).wait()
+        buffer.copy_(send[: buffer.numel()])
+
+    return Then([work], share)
 
 
 def _sum_into(output: torch.Tensor, parts: torch.Tensor, accumulate: bool) -> None:

@@ -184,7 +184,8 @@ def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: An
     shards = plan.layout.size(plan.placement.optimizer)
     buckets = build_buckets(spec.parameters, index, shards)
     accumulates = plan.schedule.micro_batches > 1
-    return StateLayout(buckets, tuple(groups), plan.placement, plan.precision, plan.layout, accumulates, dict(states))
+    placement = plan.placement if shards > 1 else Placement()  # cut in one part is not cut
+    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states))
 
 
 def dtype_of(name: str) -> torch.dtype:

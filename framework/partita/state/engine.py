@@ -1,0 +1,446 @@
+"""The state engine: carries out placement and precision of a plan for one model.
+
+    engine = StateEngine(model_on_meta, plan, mesh, optimizer_config, rule)
+    engine.materialize(source)
+    for each update:
+        engine.begin_step()
+        for i, batch in enumerate(micro_batches):
+            engine.backward(loss(model(batch)), last=i == len(micro_batches) - 1)
+        norm = engine.finish_gradients(); engine.update(lr, clip)
+
+A unit's weights are gathered before its forward and backward and the next unit's meanwhile; its gradients are reduced while the
+units before it compute. Reductions are issued in one fixed order on all ranks, whatever the order in which a rank finishes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from partita_kernels import squared_norm
+from torch import nn
+
+from partita.errors import PartitaError
+from partita.plan.plan import GRADIENT_AXES, Plan
+from partita.runtime.collectives import Collectives, make_collectives
+from partita.runtime.mesh import Mesh
+from partita.state.bucket import Bucket, BufferPool, Groups
+from partita.state.layout import Segment, build_layout, dtype_of
+from partita.state.optimizers import Rule, Update
+from partita.state.scaler import LossScaler
+from partita.state.slices import StateSlice
+from partita.state.units import ROOT, Binding, bind_parameters, find_units
+
+Source = Callable[[str, tuple[int, ...]], torch.Tensor]
+
+
+class Unit:
+    """A module whose states are gathered and reduced together."""
+
+    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket]) -> None:
+        self.name, self.module, self.buckets = name, module, buckets
+        self.trainable = [b for b in buckets if b.layout.trainable]
+        self.expected = sum(len(b.layout.segments) for b in self.trainable)
+        self.arrived = 0
+
+    def gather(self) -> None:
+        """Start gathering what is not whole."""
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def wait_gathered(self) -> None:
+        """Have all weights whole."""
+        for bucket in self.buckets:
+            bucket.wait_gathered()
+
+    def free(self) -> None:
+        """Keep only this rank's shard, where the placement says so."""
+        for bucket in self.buckets:
+            bucket.free()
+
+
+class StateEngine:
+    """All states of one model on one rank. See the module's docstring for the order of calls.
+
+    model: on the meta device, or real (its weights are then kept by `materialize()` without a source). rule: update rule.
+    optimizer: config node with lr, groups, weight_decay, decay_1d. prefetch: units gathered ahead.
+    Raises PartitaError where a parameter has no float dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        optimizer: Any,
+        rule: Rule,
+        collectives: Collectives | None = None,
+        prefetch: int = 1,
+    ) -> None:
+        self.model, self.plan, self.mesh, self.rule = model, plan, mesh, rule
+        self.device = mesh.device
+        self.bindings = bind_parameters(model)
+        self._refuse_odd_dtypes()
+        self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
+        self._collectives = collectives or make_collectives(self.device)
+        self._prefetch = prefetch
+        cut = plan.placement.optimizer
+        self.groups = Groups(mesh.group(cut), mesh.group(tuple(a for a in GRADIENT_AXES if a not in cut)))
+        self._everyone = mesh.group(GRADIENT_AXES)
+        self.scaler = LossScaler(plan.precision.loss_scale)
+        self.updates = 0
+        self._in_backward = self._last = False
+        self._reduces = False
+        self._issue = 0
+        self._pending: list[Unit] = []
+        self._scale = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._keep_all = 0
+
+    # ------------------------------------------------------------------ building
+
+    def _refuse_odd_dtypes(self) -> None:
+        odd = [b.name for b in self.bindings if not b.parameter.dtype.is_floating_point]
+        if odd:
+            raise PartitaError(f"parameters must be floating point; these are not: {', '.join(odd[:5])}. Register them as buffers.")
+
+    def materialize(self, source: Source | None = None) -> None:
+        """Allocate all buffers, bind the parameters to them, and fill them.
+
+        source(name, shape) returns a whole parameter in any float dtype; it is called once for each, in the same order on all ranks,
+        and one whole parameter is in memory at a time. None: the module's own values are taken.
+        """
+        pool = BufferPool(self.device)
+        by_name = {b.name: b for b in self.bindings}
+        buckets: dict[str, list[Bucket]] = {}
+        for layout in self.layout.buckets:
+            bucket = Bucket(layout, self.layout, self.groups, self._collectives, pool, self.device)
+            for i, s in enumerate(layout.segments):
+                value = source(s.name, s.shape) if source else by_name[s.name].parameter.detach()
+                if tuple(value.shape) != s.shape:
+                    raise PartitaError(f"weights of {s.name!r} have shape {tuple(value.shape)}; the model wants {s.shape}")
+                bucket.write(i, value)
+            bucket.bind([self._real_parameter(by_name[s.name]) for s in layout.segments])
+            bucket.free()
+            buckets.setdefault(layout.unit, []).append(bucket)
+        self._materialize_buffers()
+        blocks = [Unit(name, module, buckets.get(name, [])) for name, module in find_units(self.model)]
+        self.root = Unit(ROOT, self.model, buckets.get(ROOT, []))
+        self.blocks = blocks
+        self.units = [*blocks, self.root]
+        self.buckets = [b for u in self.units for b in u.buckets]
+        self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
+        self._updates = self._build_updates()
+        self._place = {s.name: (b, i) for b in self.buckets for i, s in enumerate(b.layout.segments)}
+        self._install_hooks()
+
+    def _real_parameter(self, binding: Binding) -> nn.Parameter:
+        """The parameter on this device under all of its names: `.data` can't leave the meta device."""
+        old = binding.parameter
+        if old.device == self.device and old.dtype == dtype_of(self.plan.precision.compute):
+            return old
+        empty = torch.empty(0, dtype=dtype_of(self.plan.precision.compute), device=self.device)
+        new = nn.Parameter(empty, requires_grad=old.requires_grad)
+        for module, attribute in binding.holders:
+            module._parameters[attribute] = new
+        return new
+
+    def _materialize_buffers(self) -> None:
+        for module in self.model.modules():
+            init = getattr(module, "init_buffers", None)
+            if init is not None:
+                init(self.device)
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_meta:
+                raise PartitaError(f"buffer {name!r} is on the meta device and its module has no init_buffers(device) to fill it")
+        for module in self.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[key] = buffer.to(self.device)
+
+    def _build_updates(self) -> list[tuple[int, Update]]:
+        """One `Update` for each hyper-parameter group: views are made once, not on every step."""
+        grouped: dict[int, list[tuple[Bucket, int, int]]] = {}
+        for bucket in self.buckets:
+            if bucket.layout.trainable:
+                for group, lo, hi in bucket.runs():
+                    grouped.setdefault(group, []).append((bucket, lo, hi))
+        out = []
+        for group, ranges in sorted(grouped.items()):
+            out.append(
+                (
+                    group,
+                    Update(
+                        [b.master[lo:hi] for b, lo, hi in ranges],
+                        [b.reduced[lo:hi] for b, lo, hi in ranges if b.reduced is not None],
+                        {k: [b.states[k][lo:hi] for b, lo, hi in ranges] for k in self.layout.states},
+                        [b.own[lo:hi] if b.own is not b.master else None for b, lo, hi in ranges],
+                    ),
+                )
+            )
+        return out
+
+    def _install_hooks(self) -> None:
+        if self.groups.shard.size > 1:
+            self.model.register_forward_pre_hook(self._before_model)
+            self.model.register_forward_hook(self._after_model)
+            for i, unit in enumerate(self.blocks):
+                unit.module.register_forward_pre_hook(lambda _m, _a, i=i: self._before_forward(i))
+                unit.module.register_forward_hook(lambda _m, _a, out, i=i: self._after_forward(i, out))
+        for unit in self.units:
+            for bucket in unit.trainable:
+                for k, parameter in enumerate(bucket.parameters):
+                    assert parameter is not None
+                    parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
+
+    # ------------------------------------------------------------------ forward
+
+    def _before_model(self, _module: nn.Module, _args: Any) -> None:
+        self.root.gather()
+        if self.blocks:
+            self.blocks[0].gather()
+        self.root.wait_gathered()
+
+    def _after_model(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not self._keep_all:
+            for unit in self.units:
+                unit.free()
+
+    def _before_forward(self, i: int) -> None:
+        for ahead in self.blocks[i + 1 : i + 1 + self._prefetch]:
+            ahead.gather()
+        self.blocks[i].wait_gathered()
+
+    def _after_forward(self, i: int, output: Any) -> None:
+        unit = self.blocks[i]
+        if not self._in_backward and not self._keep_all and (i + 1 < len(self.blocks) or not torch.is_grad_enabled()):
+            unit.free()
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _g, i=i: self._before_backward(i))
+
+    def _before_backward(self, i: int) -> None:
+        for ahead in reversed(self.blocks[max(0, i - self._prefetch) : i]):
+            ahead.gather()
+        self.blocks[i].wait_gathered()
+
+    # ------------------------------------------------------------------ backward
+
+    def begin_step(self) -> None:
+        """Before the first micro-batch of an update."""
+        for unit in self.units:
+            for bucket in unit.trainable:
+                bucket.begin_step()
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Backward of one micro-batch. `loss` (0-d) is this micro-batch's share of the global mean; `last`: of this update."""
+        self._last = last
+        self._reduces = last or bool(self.layout.placement.gradients)
+        self._issue = 0
+        for unit in self.units:
+            unit.arrived = 0
+        self.root.wait_gathered()  # an evaluation may have freed it since the forward
+        self._in_backward = True
+        try:
+            self.scaler.scale(loss).backward()
+        finally:
+            self._in_backward = False
+        self._end_backward()
+
+    def _arrived(self, unit: Unit, bucket: Bucket, segment: int, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        bucket.collect(segment, parameter.grad)
+        parameter.grad = None
+        unit.arrived += 1
+        if unit.arrived == unit.expected:
+            if unit is not self.root and not (unit is self.blocks[0] and not self._last) and not self._keep_all:
+                unit.free()
+            self._issue_ready()
+
+    def _issue_ready(self) -> None:
+        """Start reductions in the fixed order, as far as units are complete; at most two are under way."""
+        while self._reduces and self._issue < len(self._reduce_order):
+            unit = self._reduce_order[self._issue]
+            if unit.arrived < unit.expected and self._in_backward:
+                return
+            self._issue += 1
+            for bucket in unit.trainable:
+                bucket.reduce()
+            self._pending.append(unit)
+            while len(self._pending) > 1:
+                self._finish(self._pending.pop(0))
+
+    def _finish(self, unit: Unit) -> None:
+        for bucket in unit.trainable:
+            bucket.wait_reduced()
+
+    def _end_backward(self) -> None:
+        self._issue_ready()
+        while self._pending:
+            self._finish(self._pending.pop(0))
+        for unit in self.blocks:
+            if not (unit is self.blocks[0] and not self._last) and not self._keep_all:
+                unit.free()
+
+    # ------------------------------------------------------------------ update
+
+    def finish_gradients(self, extra: torch.Tensor) -> tuple[float, list[float]]:
+        """Finish all reductions. Returns the global gradient norm (L2, before clipping) and the sums of `extra` over all ranks.
+
+        extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce.
+        """
+        trainable = [b for u in self._reduce_order for b in u.trainable]
+        if self.groups.shard.size > 1 and self.groups.replicas.size > 1:
+            for work in [b.reduce_replicas() for b in trainable]:
+                work.wait()
+        square = squared_norm([b.reduced for b in trainable if b.reduced is not None]).to(extra.dtype)
+        # Ranks outside the shard group hold copies: count each element once.
+        packed = torch.cat([(square / self.groups.replicas.size).reshape(1), extra.to(square.device)])
+        self._collectives.all_reduce(packed, self._everyone).wait()
+        values = packed.tolist()
+        norm = values[0] ** 0.5 if values[0] >= 0 else float("nan")
+        return norm / self.scaler.value, values[1:]
+
+    def update(self, lr: float, clip: float, norm: float) -> bool:
+        """One optimizer update; False when it was skipped because the norm is not finite.
+
+        lr: learning rate before the factor of each group. clip: largest norm, 0 for none. norm: from `finish_gradients`.
+        """
+        finite = norm - norm == 0.0
+        self.scaler.update(finite)
+        if not finite:
+            return False
+        factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        self._scale.fill_(factor / self.scaler.used)
+        self.updates += 1
+        for group, update in self._updates:
+            hyper = self.layout.groups[group]
+            self.rule.update(update, step=self.updates, lr=lr * hyper.lr_scale, weight_decay=hyper.weight_decay, scale=self._scale)
+        for bucket in self.buckets:
+            if bucket.layout.trainable:
+                bucket.updated()
+        self._prefetch_first()
+        return True
+
+    def _prefetch_first(self) -> None:
+        """Start the gathers that the next forward needs first; ranks can go on with other work meanwhile."""
+        self.root.gather()
+        if self.blocks:
+            self.blocks[0].gather()
+
+    # ------------------------------------------------------------------ access
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """All weights whole on this rank, as long as the context lasts. Collective."""
+        self._keep_all += 1
+        for unit in self.units:
+            unit.gather()
+        for unit in self.units:
+            unit.wait_gathered()
+        try:
+            yield
+        finally:
+            self._keep_all -= 1
+            if not self._keep_all:
+                for unit in self.units:
+                    unit.free()
+
+    def full_tensor(self, name: str, kind: str = "parameter") -> torch.Tensor:
+        """A whole state of one parameter, in the shape of the parameter. Collective.
+
+        kind: `parameter` (master weights), `gradient` (reduced, between finish_gradients and the next begin_step, with the loss scale),
+        or an optimizer state such as `exp_avg`. Raises PartitaError for an unknown name or kind.
+        """
+        if name not in self._place:
+            raise PartitaError(f"no parameter is called {name!r}")
+        bucket, i = self._place[name]
+        source = {"parameter": bucket.master, "gradient": bucket.reduced, **bucket.states}.get(kind)
+        if source is None:
+            raise PartitaError(f"{name!r} has no {kind!r}; it has parameter, gradient, {', '.join(bucket.states)}")
+        s = bucket.layout.segments[i]
+        if source.numel() == bucket.layout.padded:
+            whole = source
+        else:
+            whole = torch.zeros(bucket.layout.padded, dtype=source.dtype, device=self.device)
+            whole.view(bucket.layout.shards, -1)[bucket.index] = source
+            self._collectives.all_gather(whole, self.groups.shard).wait()
+        return whole[s.offset : s.offset + s.numel].view(s.shape).clone()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_slices(self) -> list[StateSlice]:
+        """This rank's part of all states: parts of all ranks are disjoint and cover each state once."""
+        out: list[StateSlice] = []
+        for bucket in self.buckets:
+            copies = self.groups.replicas  # they hold the same shard and share the work of saving it
+            for s, lo, hi in bucket.layout.owned(bucket.index):
+                a = lo + (hi - lo) * copies.rank // copies.size
+                b = lo + (hi - lo) * (copies.rank + 1) // copies.size
+                if a < b or (s.numel == 0 and copies.rank == 0):
+                    out += self._slices(bucket, s, a, b)
+        if self.mesh.rank == 0:
+            for name, tensor in self._saved_buffers():
+                out.append(StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().reshape(-1)))
+        return out
+
+    def load_slices(self) -> list[StateSlice]:
+        """All that this rank needs, as views that a load writes into."""
+        out: list[StateSlice] = []
+        for bucket in self.buckets:
+            for s, lo, hi in bucket.layout.owned(bucket.index):
+                out += self._slices(bucket, s, lo, hi)
+        for name, tensor in self._saved_buffers():
+            out.append(StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1)))
+        return out
+
+    def _slices(self, bucket: Bucket, s: Segment, lo: int, hi: int) -> list[StateSlice]:
+        start = s.offset - bucket.index * bucket.layout.shard
+        kinds = {f"model.{s.name}": bucket.master, **{f"optimizer.{s.name}.{k}": v for k, v in bucket.states.items()}}
+        return [StateSlice(key, s.shape, t.dtype, lo, hi, t[start + lo : start + hi]) for key, t in kinds.items()]
+
+    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        hidden = {f"{p}.{k}" if p else k for p, m in self.model.named_modules() for k in m._non_persistent_buffers_set}
+        return [(n, b) for n, b in self.model.named_buffers() if n not in hidden]
+
+    def after_load(self) -> None:
+        """The shards have been written from outside: renew the compute copies."""
+        for bucket in self.buckets:
+            if bucket.own is not bucket.master:
+                bucket.own.copy_(bucket.master)
+            bucket.updated()
+
+    def extra_state(self) -> dict[str, Any]:
+        """What is not a tensor: count of updates, loss scale. JSON-able."""
+        return {"updates": self.updates, "scaler": self.scaler.state()}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """The counterpart of `extra_state`."""
+        self.updates = int(state["updates"])
+        self.scaler.load(state["scaler"])
+
+
+class _Spec:
+    """The parameters of a real module in the form that `build_layout` reads."""
+
+    def __init__(self, bindings: list[Binding]) -> None:
+        self.parameters = [_Parameter(b) for b in bindings]
+
+
+class _Parameter:
+    def __init__(self, binding: Binding) -> None:
+        self.name, self.shape = binding.name, tuple(binding.parameter.shape)
+        self.trainable, self.unit = binding.parameter.requires_grad, binding.unit
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)

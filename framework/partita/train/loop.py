@@ -1,0 +1,238 @@
+"""The training loop: update after update, with evaluation, checkpoints, and an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partita.errors import PartitaError, RunInterrupted
+from partita.models.noise import Noise
+from partita.runtime import phase
+from partita.train.progress import Progress
+from partita.train.run import Run, save
+
+log = logging.getLogger("partita")
+
+
+class StepClock:
+    """Wall seconds between the ends of updates."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+class Control:
+    """The one small all-reduce at the start of an update: tokens that count, and whether a rank was asked to stop.
+
+    It runs while the first micro-batch is computed. All ranks get the same answer, so all stop after the same update.
+    """
+
+    def __init__(self, run: Run, batches: list[dict[str, torch.Tensor]]) -> None:
+        counted = sum(int((b["labels"] != -100).sum()) for b in batches)
+        self._values = torch.tensor([counted, run.stop.local()], dtype=torch.int64, device=run.mesh.device)
+        group = run.mesh.group(("pipeline", "replicate", "shard", "context", "tensor"))
+        self._work = dist.all_reduce(self._values, group=group.process_group, async_op=True) if group.size > 1 else None
+        self._world = group.size
+
+    def wait(self) -> tuple[int, int]:
+        """(tokens of the whole update, signal number to stop for or 0)."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        tokens, signal = self._values.tolist()
+        return tokens, signal
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train until `train.steps`; returns the summary. Raises RunInterrupted after a signal, with a checkpoint written."""
+    config = run.config.train
+    summary: dict[str, Any] = {"status": "done", "steps": config.steps}
+    metrics: dict[str, Any] = {}
+    saved = run.step
+    clock = StepClock()
+    with Progress(config.steps, config.log_every, enabled=run.rank == 0) as progress:
+        for step, batches in run.data.iterate(run.step + 1):
+            if step > config.steps:
+                break
+            metrics, signal = one_update(run, step, batches, clock)
+            run.step = step
+            run.metrics.write(metrics)
+            progress.step(metrics)
+            run.notify("partita_step_end", step=step, metrics=metrics)
+            score = None
+            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+                score = evaluate(run, progress)["eval_loss"]
+                clock.lap()
+            if signal:
+                _stop(run, signal, saved != step)
+            if config.save_every and step % config.save_every == 0:
+                _save(run, score)
+                saved = step
+            _poll(run)
+        summary |= _finish(run, progress, metrics, saved)
+    return summary
+
+
+def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], clock: StepClock) -> tuple[dict[str, Any], int]:
+    """All micro-batches of one update and the optimizer; returns its metrics line and the signal to stop for (or 0)."""
+    phase.set(step=step, phase="train")
+    config, engine = run.config.train, run.engine
+    run.notify("partita_step_start", step=step)
+    engine.begin_step()
+    control = Control(run, batches)
+    total, signal = 0, 0
+    local = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
+    for i, batch in enumerate(batches):
+        loss_sum, _ = forward(run, step, batch)
+        if i == 0:
+            total, signal = control.wait()
+        engine.backward(loss_sum / max(total, 1), last=i == len(batches) - 1)
+        local += loss_sum.detach()
+    norm, (loss,) = engine.finish_gradients(local.reshape(1).to(torch.float64))
+    run.notify("partita_gradients_ready", step=step)
+    loss /= max(total, 1)
+    lr = run.config.optimizer.lr * run.schedule(engine.updates + 1)
+    applied = engine.update(lr, config.grad_clip, norm)
+    if not applied and not engine.scaler.skips:
+        _nonfinite(run, step, loss, norm)
+    return _metrics(run, step, loss, norm, lr, total, clock.lap()), signal
+
+
+def forward(run: Run, step: int, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of one micro-batch: (sum over its counted tokens in float32, their number)."""
+    batch = {k: v.to(run.mesh.device, non_blocking=True) for k, v in batch.items()}
+    noise = Noise(run.config.seed, step, batch["sample"]) if run.model.training and run.config.model.dropout > 0 else None
+    logits = run.model(batch["input_ids"], positions=batch.get("positions"), documents=batch.get("documents"), noise=noise)
+    config = run.config.train
+    smoothing, z_loss = (config.label_smoothing, config.z_loss) if run.model.training else (0.0, 0.0)
+    return run.loss(logits, batch["labels"], label_smoothing=smoothing, z_loss=z_loss)
+
+
+def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: int, seconds: float) -> dict[str, Any]:
+    positions = run.plan.schedule.global_batch * run.config.data.sequence
+    metrics = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": positions / seconds,
+        "memory": run.device.memory(),
+    }
+    if run.engine.scaler.skips:
+        metrics |= {"loss_scale": run.engine.scaler.value, "skipped": run.engine.scaler.skipped}
+    flops = getattr(run.model, "flops_per_token", None)
+    peak = run.config.train.peak_flops or run.device.peak_flops(run.plan.precision.compute)
+    if flops is not None and peak:
+        metrics["mfu"] = flops(run.config.data.sequence) * positions / seconds / (peak * run.mesh.world)
+    return metrics
+
+
+def _nonfinite(run: Run, step: int, loss: float, norm: float) -> None:
+    """A gradient norm that is not finite, without a loss scale to blame."""
+    what = f"step {step}: the gradient norm is {norm} (loss {loss}); the update was not applied"
+    if run.config.train.on_nonfinite == "stop":
+        raise PartitaError(f"{what}. Lower optimizer.lr, set train.grad_clip, or go on with train.on_nonfinite=skip.")
+    if run.rank == 0:
+        log.warning("%s (skipped so far: %d)", what, run.engine.scaler.skipped)
+
+
+@torch.no_grad()
+def evaluate(run: Run, progress: Progress) -> dict[str, Any]:
+    """Mean loss over the validation set, each sample once whatever the number of ranks. Collective."""
+    phase.set(step=run.step, phase="evaluate")
+    started = time.perf_counter()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    run.model.eval()
+    try:
+        for batch in run.data.evaluation(run.config.train.eval_batches):
+            loss_sum, count = forward(run, run.step, batch)
+            sums += torch.stack([loss_sum.double(), count.double()])
+    finally:
+        run.model.train()
+    group = run.mesh.group(("replicate", "shard", "context"))
+    if group.size > 1:
+        dist.all_reduce(sums, group=group.process_group)
+    total, tokens = sums.tolist()
+    loss = total / tokens if tokens else math.nan
+    run.best = loss if run.best is None or loss < run.best else run.best
+    metrics = {"step": run.step, "eval_loss": loss, "eval_tokens": int(tokens), "eval_seconds": time.perf_counter() - started}
+    run.metrics.write(metrics)
+    progress.say(f"step {run.step}  evaluation loss {loss:.4f} over {int(tokens):,} tokens")
+    run.notify("partita_evaluate", step=run.step, metrics=metrics)
+    phase.set(step=run.step, phase="train")
+    return metrics
+
+
+def _save(run: Run, score: float | None) -> None:
+    """Save; on failure stop or go on, as `train.on_save_error` says."""
+    _tolerate(run, lambda: save(run, score))
+
+
+def _poll(run: Run) -> None:
+    """Meet a background save that has failed."""
+    _tolerate(run, run.checkpoints.poll)
+
+
+def _tolerate(run: Run, action: Any) -> None:
+    from partita.errors import CheckpointError
+
+    try:
+        action()
+    except CheckpointError as error:
+        if run.config.train.on_save_error != "warn":
+            raise
+        log.warning("checkpoint failed, training goes on: %s", error)
+
+
+def _stop(run: Run, signum: int, needed: bool) -> None:
+    """Leave after a signal: all ranks are here after the same update."""
+    if needed:
+        save(run)
+    run.checkpoints.wait()
+    message = f"stopped by signal {signum} after step {run.step}; checkpoint {run.checkpoints.path(run.step)}"
+    raise RunInterrupted(signum, message)
+
+
+def _finish(run: Run, progress: Progress, metrics: dict[str, Any], saved: int) -> dict[str, Any]:
+    """Last evaluation, last checkpoint, a sample of text."""
+    config = run.config.train
+    out: dict[str, Any] = {"step": run.step, "loss": metrics.get("loss")}
+    score = None
+    if config.eval_at_end and run.data.has_evaluation:
+        score = evaluate(run, progress)["eval_loss"]
+        out["eval_loss"] = score
+    if config.save_at_end and saved != run.step:
+        _save(run, score)
+    if config.sample:
+        sample(run, progress)
+    _tolerate(run, run.checkpoints.wait)
+    latest = run.checkpoints.latest()
+    out["checkpoint"] = str(latest) if latest else None
+    return out
+
+
+def sample(run: Run, progress: Progress) -> None:
+    """Text that the trained model goes on with, shown and kept in sample.txt. Collective: weights may be cut."""
+    from partita.models.sample import generate
+
+    phase.set(step=run.step, phase="sample")
+    with run.engine.full_parameters():
+        if run.rank == 0:
+            text = generate(run.model, run.tokenizer, run.config.train.sample_prompt, run.config.train.sample, run.config.seed)
+            (run.dir / "sample.txt").write_text(text)
+            progress.say(f"sample:\n{text}")
+        if run.mesh.world > 1:
+            dist.barrier()

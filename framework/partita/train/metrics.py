@@ -1,0 +1,56 @@
+"""metrics.jsonl: one JSON line for each step and each evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class MetricsFile:
+    """Appends lines, flushed one by one. After a resume the lines of steps that will be made again are dropped."""
+
+    def __init__(self, path: Path, enabled: bool) -> None:
+        self._path, self._enabled = path, enabled
+        self._file: TextIO | None = None
+
+    def cut(self, step: int) -> None:
+        """Keep the lines up to `step` and open the file for more. A torn last line (a kill while writing) is dropped."""
+        if not self._enabled:
+            return
+        kept = [line for line in self._lines() if line["step"] <= step]
+        fresh = self._path.with_suffix(".tmp")
+        fresh.write_text("".join(_dump(line) for line in kept))
+        os.replace(fresh, self._path)
+        self._file = self._path.open("a")
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        out = []
+        for text in self._path.read_text().splitlines():
+            try:
+                out.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return out
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Append one line."""
+        if self._file is not None:
+            self._file.write(_dump(metrics))
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; more lines are ignored."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _dump(metrics: dict[str, Any]) -> str:
+    # JSON has no NaN: a null is readable everywhere
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+    return json.dumps(clean) + "\n"

@@ -1,0 +1,198 @@
+"""One run on one rank: built in order, trained, closed whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partita.config.plain import from_plain, root_type
+from partita.errors import PartitaError, RunInterrupted
+from partita.plan.plan import Plan
+from partita.plugin.registry import Registry
+from partita.runtime import phase
+from partita.runtime.device import Device
+from partita.runtime.mesh import Mesh
+from partita.runtime.rng import get_rng_state, name_generator, set_rng_state
+from partita.runtime.signals import StopFlag
+from partita.runtime.spec import RunSpec
+from partita.state.engine import StateEngine
+from partita.train.checkpoint import Checkpointer
+from partita.train.metrics import MetricsFile
+
+log = logging.getLogger("partita")
+
+
+@dataclass
+class Run:
+    """Everything of a run that observers may read. `step` is the last finished update."""
+
+    spec: RunSpec
+    config: Any
+    plan: Plan
+    registry: Registry
+    device: Device
+    mesh: Mesh
+    stop: StopFlag
+    dir: Path
+    name: str
+    step: int = 0
+    model: nn.Module = field(init=False)
+    engine: StateEngine = field(init=False)
+    tokenizer: Any = field(init=False)
+    data: Any = field(init=False)
+    loss: Any = field(init=False)
+    schedule: Any = field(init=False)
+    checkpoints: Checkpointer = field(init=False)
+    metrics: MetricsFile = field(init=False)
+    best: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.mesh.rank
+
+    def notify(self, hook: str, **arguments: Any) -> None:
+        """Tell observers of a phase, if there are any."""
+        if self.registry.has(hook):
+            getattr(self.registry.hook, hook)(run=self, **arguments)
+
+
+def worker(spec: RunSpec) -> dict[str, Any]:
+    """Run one rank of `spec` to its end; returns the summary. The process group exists already.
+
+    Raises RunInterrupted after a signal (a checkpoint is written), PartitaError and anything else on failure.
+    """
+    run = _open(spec)
+    try:
+        _build(run)
+        run.notify("partita_run_start")
+        from partita.train.loop import train
+
+        summary = train(run)
+    except RunInterrupted as stopped:
+        run.notify("partita_run_end", summary={"status": "interrupted", "step": run.step, "signal": stopped.signum})
+        raise
+    except BaseException as error:
+        run.notify("partita_failure", error=error)
+        raise
+    finally:
+        _close(run)
+    run.notify("partita_run_end", summary=summary)
+    return summary
+
+
+def _open(spec: RunSpec) -> Run:
+    phase.set(step=0, phase="build")
+    registry = Registry.load(spec.blocked)
+    config = from_plain(spec.config, root_type(registry))
+    device = Device.current()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mesh = Mesh(spec.plan.layout, rank, device.torch_device)
+    return Run(spec, config, spec.plan, registry, device, mesh, StopFlag.installed(), spec.job.dir, spec.job.name)
+
+
+def _build(run: Run) -> None:
+    """mesh -> model on meta -> transforms -> state buffers -> optimizer -> data -> resume."""
+    config, registry = run.config, run.registry
+    torch.manual_seed(config.seed)
+    run.tokenizer = registry.provide("tokenizer", config.data.tokenizer)(config)
+    with torch.device("meta"):
+        model = registry.provide("model", config.model.name)(config, config.model.vocab or run.tokenizer.vocab_size)
+    for transform in registry.transforms(run.plan):
+        model = transform.apply(model, run)
+    run.model = model.train()
+    rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
+    collectives = registry.provide("collective", run.device.kind)(run.plan, run.mesh)
+    prefetch = int(run.plan.extensions.get("prefetch", 1))
+    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch)
+    run.engine.materialize(weight_source(model, config.seed))
+    objective = getattr(model, "partita_loss", "causal")
+    run.loss = registry.provide("loss", objective if config.train.loss == "auto" else config.train.loss)
+    run.schedule = registry.provide("lr_schedule", config.lr_schedule.name)(config.lr_schedule, config.train.steps)
+    run.data = _make_data(run, objective)
+    t = config.train
+    run.checkpoints = Checkpointer(run.dir / "checkpoints", run.mesh, keep=t.keep, keep_best=t.keep_best, asynchronous=t.async_save)
+    run.metrics = MetricsFile(run.dir / "metrics.jsonl", enabled=run.rank == 0)
+    resume(run)
+
+
+def _make_data(run: Run, objective: str) -> Any:
+    from partita.data.make import make_data
+
+    group = run.mesh.group(("replicate", "shard"))
+    corpus = run.registry.provide("corpus", run.config.data.name)
+    return make_data(run.config, run.plan.schedule, group.rank, group.size, run.tokenizer, corpus, objective)
+
+
+def weight_source(model: nn.Module, seed: int) -> Any:
+    """Whole initial weights by name: from a file where the model has one (`partita_weights`), else drawn from seed and name alone.
+
+    Raises PartitaError where the model offers neither `partita_weights` nor `init_parameter` and stands on the meta device.
+    """
+    stored = getattr(model, "partita_weights", None)
+    if stored is not None:
+        return stored
+    draw = getattr(model, "init_parameter", None)
+    if draw is None:
+        if any(p.is_meta for p in model.parameters()):
+            raise PartitaError(f"{type(model).__name__} is on the meta device and has no init_parameter(name, tensor, generator)")
+        return None
+
+    def source(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=torch.float32)
+        draw(name, tensor, name_generator(seed, name))
+        return tensor
+
+    return source
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def resume(run: Run) -> None:
+    """Go on from the checkpoint that `train.resume` names, if there is one."""
+    phase.set(step=0, phase="load")
+    wanted = run.config.train.resume
+    path = None if wanted == "never" else run.checkpoints.latest() if wanted == "auto" else Path(wanted)
+    if path is None:
+        run.metrics.cut(0)
+        return
+    started = time.perf_counter()
+    extra, rank_extra = run.checkpoints.load(path, run.engine.load_slices())
+    run.engine.after_load()
+    run.engine.load_extra_state(extra["engine"])
+    run.data.check(extra["data"])
+    run.step, run.best = int(extra["step"]), extra.get("best")
+    if rank_extra is not None:
+        set_rng_state(rank_extra["rng"])
+    run.metrics.cut(run.step)
+    if run.rank == 0:
+        log.info("resumed from %s after step %d (%.1f s)", path, run.step, time.perf_counter() - started)
+    run.notify("partita_load", step=run.step, path=path)
+
+
+def save(run: Run, score: float | None = None) -> None:
+    """Start a checkpoint of the state after `run.step`. Collective: every rank calls it."""
+    phase.set(step=run.step, phase="save")
+    extra = {"step": run.step, "engine": run.engine.extra_state(), "data": run.data.state(), "best": run.best, "config": run.spec.config}
+    run.checkpoints.save(run.step, run.engine.save_slices(), extra, {"rng": get_rng_state()}, score)
+    run.notify("partita_save", step=run.step, path=run.checkpoints.path(run.step))
+    phase.set(step=run.step, phase="train")
+
+
+def _close(run: Run) -> None:
+    """Release what the run holds; called also after errors, so nothing here may need another rank."""
+    for name in ("data", "checkpoints", "metrics"):
+        part = getattr(run, name, None)
+        if part is not None:
+            part.close()
+    if os.environ.get("PARTITA_KEEP_GROUP") is None and dist.is_initialized():
+        phase.set(step=run.step, phase="close")
