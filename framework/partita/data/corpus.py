@@ -57,7 +57,7 @@ def check_share(config: Any) -> float:
 
 
 def held_tail(corpus: Corpus, share: float, split: str) -> Corpus:
-    """Splits by position: the last `share` of the tokens is for validation, cut at the nearest document where that leaves two parts."""
+    """Splits by position: the last `share` of the tokens is for validation, cut at the document that begins nearest to there."""
     total = corpus.tokens.size
     cut = total - round(total * share)
     if corpus.starts is not None and corpus.starts.size > 1 and 0 < cut < total:
@@ -141,7 +141,8 @@ def _write(group: list[Document], writers: dict[str, _Writer], source: Source, t
         ids = next(texts) if isinstance(document.content, str) else document.content
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             raise PartitaError(
-                f"data.path: {source.where} holds token ids from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}\n"
+                f"data.path: {source.where} holds token ids from {ids.min()} to {ids.max()}, "
+                f"outside the vocabulary of {tokenizer.vocab_size}\n"
                 "    -> set data.tokenizer to the one they were made with (or data.tokenizer=ids data.vocab=SIZE)"
             )
         # Documents that already end with the end token are left alone.

@@ -1,8 +1,8 @@
 """Token files, memory-mapped: raw .bin (nanoGPT) and Megatron's pair of .bin and .idx.
 
-The .idx file, little-endian: 9 bytes b"MMIDIDX\\0\\0"; uint64 version (1); uint8 dtype code; uint64 number of sequences n; uint64 number
-of document marks d; int32[n] length of each sequence in tokens; int64[n] its offset in the .bin file in bytes; int64[d] the sequence
-with which each document begins, the last mark being n; and int8[n] modes where the data is multimodal.
+The .idx file, little-endian: 9 bytes b"MMIDIDX\\0\\0"; uint64 version (1); uint8 dtype code; uint64 number of sequences n; uint64
+number of document marks d; int32[n] length of each sequence in tokens; int64[n] its offset in the .bin file in bytes; int64[d] the
+sequence with which each document begins, the last mark being n; and int8[n] modes where the data is multimodal.
 Source: the documented layout of Megatron-Core's IndexedDataset.
 """
 
@@ -42,7 +42,7 @@ def read_raw(path: Path, dtype: str) -> TokenFile:
     size = _size(path)
     if size % kind.itemsize:
         raise PartitaError(
-            f"data.path: {path} has {size} bytes, which is no multiple of {kind.itemsize} ({dtype}): cut short, or of another type\n"
+            f"data.path: {path} has {size} bytes, which is no multiple of {kind.itemsize} ({dtype}): cut short or another type\n"
             "    -> data.dtype=uint16, uint32 or int32; data.format=megatron where an .idx file belongs to it"
         )
     return TokenFile(_map(path, kind, size // kind.itemsize), None)
@@ -57,12 +57,14 @@ def read_megatron(path: Path) -> TokenFile:
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     if (lengths < 0).any() or not np.array_equal(offsets, bounds[:-1] * kind.itemsize):
         raise PartitaError(
-            f"data.path: the sequences of {index} don't lie one after another in {data.name}\n    -> write the pair anew with Megatron's builder"
+            f"data.path: the sequences of {index} don't lie one after another in {data.name}\n"
+            "    -> write the pair anew with Megatron's builder"
         )
     total, size = int(bounds[-1]), _size(data)
     if size != total * kind.itemsize:
         raise PartitaError(
-            f"data.path: {data} has {size} bytes, but {index.name} describes {total} tokens of {kind.itemsize} bytes: not a pair, or cut short"
+            f"data.path: {data} has {size} bytes, but {index.name} describes "
+            f"{total} tokens of {kind.itemsize} bytes: not a pair, or cut short"
         )
     _check_marks(index, documents, sequences)
     starts = np.unique(bounds[documents])
@@ -89,7 +91,8 @@ def _tables(index: Path, raw: NDArray[np.uint8], sequences: int, marks: int) -> 
     at = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * marks])
     if raw.size not in (at[3], at[3] + sequences):
         raise PartitaError(
-            f"data.path: {index} has {raw.size} bytes, but {sequences} sequences and {marks} document marks need {at[3]}: cut short or damaged"
+            f"data.path: {index} has {raw.size} bytes, but {sequences} sequences and {marks} document marks "
+            f"need {at[3]}: cut short or damaged"
         )
     return raw[at[0] : at[1]].view("<i4"), raw[at[1] : at[2]].view("<i8"), raw[at[2] : at[3]].view("<i8")
 

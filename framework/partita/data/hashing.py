@@ -54,8 +54,8 @@ def digest(*parts: object) -> str:
 def sampled_crc(data: NDArray[np.uint8]) -> int:
     """CRC-32 of up to 64 evenly spaced blocks of 64 KiB, the first and the last among them (all bytes of data up to 4 MiB)."""
     if data.size <= _BLOCK * _BLOCKS:
-        return zlib.crc32(data)
+        return zlib.crc32(data.data)
     crc = 0
     for start in np.linspace(0, data.size - _BLOCK, _BLOCKS).astype(np.int64):
-        crc = zlib.crc32(data[start : start + _BLOCK], crc)
+        crc = zlib.crc32(data[start : start + _BLOCK].data, crc)
     return crc

@@ -29,7 +29,7 @@ def make_data(
     """The data of rank `data_rank` of `data_size` ranks that see different samples.
 
     config: the whole plain config (`data`, `model`, `seed` are read). corpus: the builder that the slot `corpus` gives.
-    objective: `causal` (labels are the next tokens) or `masked`. Safe to call on all ranks at once: the cache is filled by one of them.
+    objective: `causal` (labels are the next tokens) or `masked`. All ranks may call it at once: one fills the cache.
     Raises ConfigError for values that can't be used, PartitaError for files that can't, both naming key or path.
     """
     if objective not in (CAUSAL, MASKED):
@@ -40,7 +40,8 @@ def make_data(
     validation = _cutter(config, tokenizer, corpus, VALIDATION, objective)
     if not len(train):
         raise PartitaError(
-            f"data.path: {train.corpus.where} has {train.corpus.tokens.size} tokens for training, fewer than one sample of {train.reach}\n"
+            f"data.path: {train.corpus.where} has {train.corpus.tokens.size} tokens for training, "
+            f"fewer than one sample of {train.reach}\n"
             "    -> a smaller data.sequence or data.validation, or more text"
         )
     order = Order(len(train), config.seed, config.data.shuffle)

@@ -56,6 +56,7 @@ def make_masking(share: float, tokenizer: Tokenizer, seed: int, stream: str, voc
         raise ConfigError(f"data.mask: {share} is not a share\n    -> between 0 and 1, e.g. 0.15")
     if tokenizer.mask is None:
         raise ConfigError(
-            "data.tokenizer: a masked language model needs a mask token ([MASK], <mask> or <|mask|>), and this tokenizer has none\n    -> data.tokenizer=bytes or bpe"
+            "data.tokenizer: a masked language model needs a mask token ([MASK], <mask> or <|mask|>), "
+            "and this tokenizer has none\n    -> data.tokenizer=bytes or bpe"
         )
     return Masking(share, tokenizer.mask, tokenizer.special, min(vocab, tokenizer.vocab_size), seed, stream)

@@ -1,7 +1,7 @@
 """From a corpus to batches: samples cut from the row of tokens, labels, documents and positions. No Python loop over tokens.
 
-Sample j of a causal corpus reads tokens [j T, j T + T]: T inputs and, one further, T labels, so every token but the first is predicted
-exactly once. A masked corpus reads [j T, j T + T - 1].
+Sample j of a causal corpus reads tokens [j T, j T + T]: T inputs and, one further, T labels, so every token but the first is
+predicted exactly once. A masked corpus reads [j T, j T + T - 1].
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Cutter:
     def __post_init__(self) -> None:
         if self.pack and self.corpus.starts is None and self.tokenizer.eos is None:
             raise ConfigError(
-                f"data.pack: nothing tells where the documents of {self.corpus.where} end (no index, and the tokenizer has no end token)\n"
+                f"data.pack: nothing tells where the documents of {self.corpus.where} end "
+                "(no index, and the tokenizer has no end token)\n"
                 "    -> data.pack=false, Megatron files, or a tokenizer with an end token"
             )
 
@@ -60,7 +61,7 @@ class Cutter:
         return usable // self.sequence if self.whole else -(-usable // self.sequence)
 
     def batch(self, indices: NDArray[np.int64], sample: NDArray[np.int64]) -> Batch:
-        """The samples `indices` [B] (-1: an empty one, all labels ignored) with their global numbers `sample` [B], as int64 tensors.
+        """The samples `indices` [B] (-1: an empty one, all labels ignored) numbered `sample` [B], as int64 tensors.
 
         input_ids, labels [B, T]; sample [B]; where documents are kept apart: positions, documents [B, T].
         """

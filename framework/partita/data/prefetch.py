@@ -1,4 +1,4 @@
-"""Work done ahead of its use by threads. Order is kept, errors arrive where the result would have, and closing ends the threads."""
+"""Work done ahead of its use by threads. Order is kept, errors arrive in place of the result, and closing ends the threads."""
 
 from __future__ import annotations
 

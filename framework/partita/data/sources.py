@@ -110,7 +110,8 @@ def _until(files: Iterable[Path], limit: int) -> list[Path]:
 def _no_path(config: Any) -> None:
     if config.data.path is not None:
         raise ConfigError(
-            f"data.path: {config.data.path!r} is set, but data.name={config.data.name} reads no path\n    -> data.name=text, or leave data.path out"
+            f"data.path: {config.data.path!r} is set, but data.name={config.data.name} reads no path\n"
+            "    -> data.name=text, or leave data.path out"
         )
 
 
@@ -236,7 +237,7 @@ def _limited(documents: Iterator[Document], limit: int | None) -> Iterator[Docum
 
 
 def hf_source(config: Any) -> Source:
-    """A dataset written by `save_to_disk`: column `data.column` of text or of token ids; its own validation split where it has one."""
+    """A dataset written by `save_to_disk`: column `data.column` of text or token ids, and its validation split where it has one."""
     path = need_path(config)
     if not path.is_dir():
         raise ConfigError(f"data.path: {path} is not a folder\n    -> a folder written by datasets.Dataset.save_to_disk")
@@ -261,7 +262,8 @@ def _read_dataset(path: Path, column: str, limit: int | None) -> Iterator[Docume
     held = next((s for s in ("validation", "valid", "val", "test") if s in loaded), None)
     if "train" not in loaded:
         raise PartitaError(
-            f"data.path: {path} has the splits {', '.join(loaded)}, but no `train`\n    -> data.path={path / next(iter(loaded), '')}"
+            f"data.path: {path} has the splits {', '.join(loaded)}, but no `train`\n"
+            f"    -> data.path={path / next(iter(loaded), '')}"
         )
     yield from _rows(loaded["train"], path, column, False if held else None, limit)
     if held:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the corpus, a tokenizer.json, and plain ids. Builders of the slot `tokenizer`."""
+"""Tokenizers: bytes, byte-level BPE trained on the corpus, a tokenizer.json, plain ids. Builders of the slot `tokenizer`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,16 @@ class Tokenizer(Protocol):
     vocab_size: all ids are below it. special: ids that no text gives. fingerprint: equal for tokenizers that encode alike.
     """
 
-    vocab_size: int
-    eos: int | None
-    mask: int | None
-    special: tuple[int, ...]
-    fingerprint: str
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos(self) -> int | None: ...
+    @property
+    def mask(self) -> int | None: ...
+    @property
+    def special(self) -> tuple[int, ...]: ...
+    @property
+    def fingerprint(self) -> str: ...
 
     def encode(self, text: str) -> Ids:
         """Ids [n] of a text, without end token."""
@@ -98,7 +103,7 @@ class IdsTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json, read with the library `tokenizers`. `size` raises the vocabulary size above the highest id (rows that are never used)."""
+    """A tokenizer.json, read with the library `tokenizers`. `size`: least vocabulary size, for ids never used."""
 
     def __init__(self, path: Path, size: int = 0, end: str | None = None) -> None:
         self._inner = _load(path)
@@ -144,7 +149,8 @@ def _locate(value: str) -> tuple[Path, str | None]:
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise ConfigError(
-            f"data.tokenizer: no tokenizer.json in {path}\n    -> with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            f"data.tokenizer: no tokenizer.json in {path}\n"
+            "    -> with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     if not file.exists():
         raise ConfigError(
@@ -183,14 +189,15 @@ def make_file(config: Any) -> Tokenizer:
 
 
 def make_bpe(config: Any) -> Tokenizer:
-    """A byte-level BPE of `data.vocab` entries, trained once on the training documents of the corpus, then read from the cache."""
+    """A byte-level BPE of `data.vocab` entries, trained once on the corpus's training documents, then read from the cache."""
     from partita.data.sources import find_source, training_texts
 
     vocab = _bpe_vocab(config)
     source = find_source(config)
     if source is None:
         raise ConfigError(
-            f"data.tokenizer: bpe is trained on text, and data.name={config.data.name} has none\n    -> data.tokenizer=ids or a path"
+            f"data.tokenizer: bpe is trained on text, and data.name={config.data.name} has none\n"
+            "    -> data.tokenizer=ids or a path"
         )
     name = f"bpe-{digest(1, source.key, config.data.validation, vocab)}"
 
@@ -252,7 +259,8 @@ def vocab_size(config: Any) -> int:
     own = _tokenizer_size(config)
     if asked is not None and asked < own:
         raise ConfigError(
-            f"model.vocab: {asked} entries, but data.tokenizer={config.data.tokenizer} has {own}\n    -> model.vocab={own} or more, or leave it out"
+            f"model.vocab: {asked} entries, but data.tokenizer={config.data.tokenizer} has {own}\n"
+            f"    -> model.vocab={own} or more, or leave it out"
         )
     return int(asked or own)
 
@@ -272,7 +280,8 @@ def _tokenizer_size(config: Any) -> int:
 def _bpe_vocab(config: Any) -> int:
     if config.data.vocab < _BPE_LEAST:
         raise ConfigError(
-            f"data.vocab: {config.data.vocab} entries, but byte-level BPE has 256 bytes and 3 special tokens\n    -> at least {_BPE_LEAST}"
+            f"data.vocab: {config.data.vocab} entries, but byte-level BPE has 256 bytes and 3 special tokens\n"
+            f"    -> at least {_BPE_LEAST}"
         )
     return int(config.data.vocab)
 
