@@ -1,0 +1,81 @@
+"""What the ranks of the engine tests run (module-level, so that worker processes can find it)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from reference import Model, batch, loss_sum
+
+from partita.config.schema import OptimizerConfig
+from partita.plan.plan import Layout, Placement, Plan, Precision, Schedule
+from partita.runtime.mesh import Mesh
+from partita.state.engine import StateEngine
+from partita.state.optimizers import make_adamw, make_sgd
+
+PLACEMENTS = {
+    "replicated": Placement(),
+    "optimizer": Placement(optimizer=("shard",)),
+    "gradients": Placement(gradients=("shard",), optimizer=("shard",)),
+    "parameters": Placement(("shard",), ("shard",), ("shard",)),
+}
+FP32 = Precision()
+BF16 = Precision(compute="bfloat16", gradient="float32", reduce="float32", master="float32")
+
+
+def make_plan(world: int, placement: str, micro_batches: int = 1, replicate: int = 1, precision: Precision = FP32) -> Plan:
+    """A plan over `world` ranks."""
+    layout = Layout(replicate=replicate, shard=world // replicate)
+    return Plan(layout=layout, placement=PLACEMENTS[placement], precision=precision, schedule=Schedule(micro_batches=micro_batches))
+
+
+def optimizer_config(rule: str) -> OptimizerConfig:
+    """The settings of `reference.train`."""
+    if rule == "sgd":
+        return OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
+    return OptimizerConfig(lr=1e-2)
+
+
+def make_engine(rank: int, plan: Plan, rule: str, model: torch.nn.Module | None = None) -> StateEngine:
+    """An engine over the odd model, or over `model`."""
+    config = optimizer_config(rule)
+    maker = make_sgd if rule == "sgd" else make_adamw
+    engine = StateEngine(model or Model(), plan, Mesh(plan.layout, rank, torch.device("cpu")), config, maker(config))
+    engine.materialize()
+    return engine
+
+
+def step(engine: StateEngine, number: int, size: int, rank: int, lr: float, clip: float) -> tuple[float, float]:
+    """One update; returns (loss, norm)."""
+    world, parts = engine.plan.layout.world, engine.plan.schedule.micro_batches
+    ids, labels = batch(number, size)
+    total = int((labels != -100).sum())
+    share = size // world
+    mine = slice(rank * share, (rank + 1) * share)
+    engine.begin_step()
+    local = 0.0
+    for i, (x, y) in enumerate(zip(ids[mine].chunk(parts), labels[mine].chunk(parts), strict=True)):
+        loss = loss_sum(engine.model(x), y)
+        local += loss.item()
+        engine.backward(loss / total, last=i == parts - 1)
+    norm, (loss_total,) = engine.finish_gradients(torch.tensor([local], dtype=torch.float64))
+    engine.update(lr, clip, norm)
+    return loss_total / total, norm
+
+
+def run(rank: int, world: int, placement: str, rule: str, steps: int, size: int, clip: float, **plan: Any) -> Any:
+    """Train; returns (losses, norms, whole weights)."""
+    torch.set_num_threads(1)
+    engine = make_engine(rank, make_plan(world, placement, **plan), rule)
+    lr = optimizer_config(rule).lr
+    out = [step(engine, n, size, rank, lr, clip) for n in range(steps)]
+    weights = {b.name: engine.full_tensor(b.name) for b in engine.bindings}
+    with engine.full_parameters():
+        copies = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
+    return [o[0] for o in out], [o[1] for o in out], weights, copies
+
+
+def scaled(precision: Precision, **changes: Any) -> Precision:
+    """`precision` with changes."""
+    return replace(precision, **changes)
