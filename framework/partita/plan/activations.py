@@ -1,0 +1,159 @@
+"""What a model keeps for backward, counted by running it on the meta device: no memory, no arithmetic, any nn.Module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class UnitActivations:
+    """Bytes of one micro-batch. kept: what autograd saves in the unit. input: its tensor inputs. matched: the part of kept that lies in
+    modules that are recomputed selectively. matched_input: what has to be kept to recompute those."""
+
+    kept: int = 0
+    input: int = 0
+    matched: int = 0
+    matched_input: int = 0
+
+
+@dataclass
+class Trace:
+    """Activations by unit, and elements of the model's output (logits). reason: why there are none, where tracing failed."""
+
+    units: dict[str, UnitActivations] = field(default_factory=dict)
+    output_numel: int = 0
+    reason: str = ""
+
+
+def trace_activations(
+    module: nn.Module, units: Iterable[str], root: str, shape: tuple[int, int], dtype: torch.dtype, matched: Iterable[str] = ()
+) -> Trace:
+    """Run one forward pass on meta with token ids of `shape` (batch, sequence), and count what autograd saves.
+
+    Each saved storage counts once, in the unit that saved it first; parameters and buffers don't count. Floating-point tensors count as
+    `dtype`, in which the run will compute. A model that can't run on meta gives a Trace with a reason and no numbers.
+    """
+    recorder = _Recorder(module, list(units), root, dtype, set(matched))
+    try:
+        with recorder, _FlashOnMeta():
+            output = module(**_inputs(module, shape))
+    except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
+        return Trace(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+    return Trace(recorder.units, sum(t.numel() for t in _tensors(output) if t.ndim == 3))
+
+
+def _inputs(module: nn.Module, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(shape, dtype=torch.int64, device="meta")
+    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    name = "input_ids" if "input_ids" in names else names[0]
+    return {name: ids}
+
+
+class _Flash(torch.autograd.Function):
+    """Keeps what fused attention keeps on every device: q, k, v, the output and a float32 log-sum for each row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] each
+        # fused kernels lay the output out as [B, T, H, D], so that joining the heads is no copy
+        out = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1]).transpose(-3, -2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+
+class _FlashOnMeta(TorchFunctionMode):
+    """On meta torch takes the unfused attention, which would keep a [T, T] matrix for each head that no real run keeps."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = (*args, *(kwargs[n] for n in ("query", "key", "value")[len(args) :]))[:3]
+        return _Flash.apply(q, k, v)
+
+
+class _Recorder:
+    """Hooks on modules keep track of where forward is; a saved-tensor hook counts."""
+
+    def __init__(self, module: nn.Module, units: list[str], root: str, dtype: torch.dtype, matched: set[str]) -> None:
+        self.units: dict[str, UnitActivations] = {name: UnitActivations() for name in [root, *units]}
+        self._module, self._names, self._matched, self._dtype = module, set(units), matched, dtype
+        self._place: list[str] = [root]
+        self._inside_match = 0
+        self._alive: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+        self._storages = {t.untyped_storage()._cdata for t in self._alive}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Recorder:
+        for name, m in self._module.named_modules():
+            if name in self._names or name in self._matched:
+                self._handles.append(m.register_forward_pre_hook(self._enter(name), with_kwargs=True))
+                self._handles.append(m.register_forward_hook(self._leave(name), always_call=True))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        self._hooks.__enter__()
+        self._grad = torch.enable_grad()
+        self._grad.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._grad.__exit__(*error)
+        self._hooks.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            size = sum(self._bytes(t) for t in _tensors((args, kwargs)) if t.requires_grad)
+            if name in self._names:
+                self._place.append(name)
+                self.units[name].input += size
+            if name in self._matched:
+                self._inside_match += 1
+                self.units[self._place[-1]].matched_input += size
+
+        return hook
+
+    def _leave(self, name: str) -> Any:
+        def hook(*_: Any) -> None:
+            if name in self._matched:
+                self._inside_match -= 1
+            if name in self._names:
+                self._place.pop()
+
+        return hook
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._storages:
+            self._storages.add(storage)
+            self._alive.append(tensor.detach())  # holds the storage, so that its address isn't used again
+            size = self._storage_bytes(tensor)
+            self.units[self._place[-1]].kept += size
+            self.units[self._place[-1]].matched += size if self._inside_match else 0
+        return tensor
+
+    def _storage_bytes(self, tensor: torch.Tensor) -> int:
+        elements = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        return elements * (self._dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize)
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        return tensor.numel() * (self._dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize)
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    """All tensors in nested containers and Hugging Face outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,171 @@
+"""The machine that a plan is made for: found here, or described in config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partita.errors import ConfigError, did_you_mean
+from partita.plan.devices import DEVICES, device_row
+from partita.plan.plan import AXES, Layout
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes x devices_per_node devices.
+
+    device: row of the device table, or what the driver reports. memory: bytes of one device; None on a CPU, where ranks share host_memory
+    (bytes of one node). flops: FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of one device, one direction.
+    ranks: processes; None means flexible: as many as the layout asks for. ranks_from: where that number comes from.
+    """
+
+    nodes: int = 1
+    devices_per_node: int = 1
+    device: str = "cpu"
+    accelerator: bool = False
+    memory: float | None = None
+    host_memory: float | None = None
+    flops: Mapping[str, float] = field(default_factory=dict)
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    file_bandwidth: float | None = None
+    ranks: int | None = None
+    ranks_from: str = ""
+    cores: int = 1
+    described: bool = False
+
+    def link(self, layout: Layout, axes: tuple[str, ...]) -> str:
+        """`intra` if ranks that differ along `axes` only share a node, else `inter`. Neighbours on inner axes are neighbours in a node."""
+        stride, reach = 1, 1
+        for axis in reversed(AXES):
+            stride *= getattr(layout, axis)
+            if axis in axes and getattr(layout, axis) > 1:
+                reach = stride
+        return "intra" if self.nodes == 1 or reach <= self.devices_per_node else "inter"
+
+    def bandwidth(self, link: str) -> float | None:
+        """Bytes/s of a rank on `intra` or `inter`, where known."""
+        return self.intra_bandwidth if link == "intra" else self.inter_bandwidth
+
+    def capacity(self, world: int) -> float | None:
+        """Bytes that one rank may fill: of its device, or its share of the node's memory where it computes on the CPU."""
+        if self.accelerator:
+            return self.memory
+        if self.host_memory is None:
+            return None
+        return self.host_memory / max(1, -(-world // self.nodes))
+
+    def words(self) -> str:
+        """For the head of the plan table."""
+        if not self.accelerator and not self.described:
+            return f"this machine: {self.cores} CPU cores"
+        where = "described" if self.described else "this machine"
+        return f"{where}: {self.nodes} x {self.devices_per_node} {self.device}"
+
+
+def find_cluster(config: Any, launch: Any) -> Cluster:
+    """The cluster of the node `cluster`, filled up with what is found here or with the device table.
+
+    Raises ConfigError for a device that the table does not have and that is not described either.
+    """
+    described = any(getattr(config, name) is not None for name in ("nodes", "devices_per_node", "device"))
+    base = _describe(config) if described else _find()
+    values = {name: getattr(config, name) for name in ("memory", "host_memory", "intra_bandwidth", "inter_bandwidth", "file_bandwidth")}
+    values = {name: value for name, value in values.items() if value is not None}
+    if config.flops is not None:
+        values["flops"] = {"bfloat16": config.flops, "float16": config.flops}
+    ranks, source = _ranks(base, launch)
+    return Cluster(**{**base.__dict__, **values, "ranks": ranks, "ranks_from": source})
+
+
+def _describe(config: Any) -> Cluster:
+    """A cluster that need not be there."""
+    here = _find()
+    name = config.device or (here.device if here.accelerator else "h100" if (config.nodes or 1) * (config.devices_per_node or 1) > 1 else "cpu")
+    row = name if name in DEVICES else device_row(name)
+    if row is None and config.memory is None:
+        known = did_you_mean(name, DEVICES)
+        raise ConfigError(f"cluster.device: {name!r} is not in the device table.\n    -> {known} Or give cluster.memory (bytes of one device).")
+    spec = DEVICES[row] if row else DEVICES["cpu"]
+    is_cpu = row == "cpu"
+    return Cluster(
+        nodes=config.nodes or 1,
+        devices_per_node=config.devices_per_node or spec.per_node,
+        device=name,
+        accelerator=not is_cpu,
+        memory=spec.memory,
+        host_memory=spec.host_memory or (here.host_memory if is_cpu else None),
+        flops=dict(spec.flops),
+        intra_bandwidth=spec.intra,
+        inter_bandwidth=spec.inter,
+        cores=here.cores,
+        described=True,
+    )
+
+
+def _find() -> Cluster:
+    """This machine, through torch.accelerator and the operating system."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    host = Cluster(cores=cores, host_memory=host_memory())
+    if not torch.accelerator.is_available():
+        return host
+    kind = torch.accelerator.current_accelerator()
+    module = getattr(torch, kind.type if kind is not None else "cpu")
+    count = torch.accelerator.device_count()
+    properties = module.get_device_properties(0) if hasattr(module, "get_device_properties") else None
+    reported = getattr(properties, "name", kind.type if kind is not None else "accelerator")
+    row = DEVICES[device_row(reported) or "cpu"]
+    return Cluster(
+        devices_per_node=count,
+        device=device_row(reported) or reported,
+        accelerator=True,
+        memory=getattr(properties, "total_memory", None) or row.memory,
+        host_memory=host.host_memory,
+        flops=dict(row.flops),
+        intra_bandwidth=row.intra,
+        inter_bandwidth=row.inter,
+        cores=cores,
+    )
+
+
+def _ranks(base: Cluster, launch: Any) -> tuple[int | None, str]:
+    """Number of processes and where it comes from. A launcher that started us wins, then launch.ranks, then the accelerators."""
+    joined = None if base.described else joined_ranks(os.environ)
+    if joined is not None:
+        return joined
+    if launch.ranks != "auto":
+        if isinstance(launch.ranks, int) and launch.ranks >= 1:
+            return launch.ranks, "launch.ranks"
+        raise ConfigError(f"launch.ranks: {launch.ranks!r} is no positive whole number.\n    -> Give a count of at least 1, or auto.")
+    if base.accelerator or base.described:
+        source = "cluster" if base.described else f"{base.devices_per_node} accelerators found"
+        return base.nodes * base.devices_per_node, source
+    return None, ""
+
+
+def joined_ranks(environment: Mapping[str, str]) -> tuple[int, str] | None:
+    """The world size, where torchrun or Slurm has started this process as one rank of several."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"]), "WORLD_SIZE"
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        return int(environment["SLURM_STEP_NUM_TASKS"]), "Slurm"
+    return None
+
+
+def host_memory() -> float | None:
+    """Bytes that this process may use: the machine's memory, or the limit of its control group where that is lower."""
+    try:
+        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return None  # not a POSIX system
+    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        path = Path(limit_file)
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():
+            total = min(total, float(text))
+    return total

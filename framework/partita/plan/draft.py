@@ -1,0 +1,92 @@
+"""A plan being made: strategies read what is decided, write their own sections, and tell what differs from what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from partita.errors import PluginError, did_you_mean
+from partita.plan.cluster import Cluster
+from partita.plan.manifest import Line
+from partita.plan.plan import SECTIONS, Plan
+from partita.plan.problems import Problem
+
+if TYPE_CHECKING:
+    from partita.plan.model_spec import ModelSpec
+
+DEFAULT = Plan()
+
+
+@dataclass
+class PlanDraft:
+    """What `partita_decide`, `partita_check` and `partita_estimate` are given.
+
+    config: plain dataclasses, one attribute for each node. owners: section -> plug-in that may write it; a section without an owner in
+    it is open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it.
+    """
+
+    config: Any
+    model: ModelSpec
+    cluster: Cluster
+    owners: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
+    states: Mapping[str, str] = field(default_factory=dict)  # optimizer state -> dtype, or `` for precision.optimizer
+    sections: dict[str, Any] = field(default_factory=dict)
+    extensions: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def get(self, section: str) -> Any:
+        """The section's value as decided so far, or its default."""
+        self._known(section)
+        return self.sections.get(section, getattr(DEFAULT, section))
+
+    def write(self, section: str, value: Any) -> None:
+        """Decide a section, once. Raises PluginError for a stranger, a wrong type and a second writer."""
+        self._known(section)
+        owner = self.owners.get(section, self.owner)
+        if owner != self.owner:
+            raise PluginError(f"plug-in {self.owner!r} wrote plan section {section!r}, which {owner!r} owns; block one of the two.")
+        if section in self.sections:
+            raise PluginError(f"plug-in {self.owner!r} wrote plan section {section!r} twice; a section is decided once.")
+        wanted = type(getattr(DEFAULT, section))
+        if not isinstance(value, wanted):
+            raise PluginError(f"plug-in {self.owner!r} wrote a {type(value).__name__} into plan section {section!r}; it takes a {wanted.__name__}.")
+        self.sections[section] = value
+
+    def extend(self, name: str, value: Any) -> None:
+        """Add a value of the plug-in's own to the plan, under a name that nobody else has taken. It must be picklable."""
+        if name in SECTIONS or name in self.extensions:
+            raise PluginError(f"plug-in {self.owner!r} adds {name!r} to the plan, but that name is taken.")
+        self.extensions[name] = value
+
+    def effect(self, key: str, asked: Any, got: Any, reason: str = "") -> None:
+        """A line of the manifest: `key` was asked to be `asked`, and `got` is in effect, because of `reason`."""
+        self.lines.append(Line(key, asked, got, reason))
+
+    def problem(self, problem: Problem) -> None:
+        """Something that keeps the plan from being run. Planning goes on, so that all problems are found at once."""
+        self.problems.append(problem)
+
+    def freeze(self) -> Plan:
+        """The plan, with defaults for sections that nobody decided."""
+        return Plan(**self.sections, extensions=MappingProxyType(dict(self.extensions)))
+
+    def state_bytes(self, plan: Plan) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer states on the fullest rank, padding included."""
+        from partita.plan.memory import state_bytes  # torch is imported only where a plan is made
+
+        return state_bytes(self, plan)
+
+    def unit_input_bytes(self, plan: Plan) -> int:
+        """Bytes of the largest input of a block for one micro-batch: what recompute keeps and a pipeline sends."""
+        from partita.plan.memory import unit_activations
+
+        units = unit_activations(self, plan)
+        return max((units[b].input for b in self.model.blocks if b in units), default=0)
+
+    def _known(self, section: str) -> None:
+        if section not in SECTIONS:
+            raise PluginError(f"plug-in {self.owner!r} asked for plan section {section!r}; {did_you_mean(section, SECTIONS)}")

@@ -1,0 +1,199 @@
+"""What a plan needs to know of a model, read from any nn.Module on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter. aliases: further names of the same (tied) parameter. unit: the unit that owns it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    unit: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a 0-d parameter, 0 for an empty one."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One buffer; every rank holds all of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    persistent: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A block that is gathered, recomputed and placed as a whole. numel counts the parameters it owns."""
+
+    name: str
+    numel: int
+    trainable: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Parameters in the order of `named_parameters`, each once. module: the model on meta; used to trace activations."""
+
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[BufferSpec, ...]
+    units: tuple[UnitSpec, ...]
+    root: str = ROOT
+    module: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def numel(self) -> int:
+        """All parameters, tied ones once."""
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trainable(self) -> int:
+        """Parameters that are trained."""
+        return sum(p.numel for p in self.parameters if p.trainable)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the units but the root."""
+        return tuple(u.name for u in self.units if u.name != self.root)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(b.bytes for b in self.buffers)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """FLOPs of forward and backward for one token of a sequence of that length.
+
+        The model's own count where it has one; else 6 for each weight of a matrix (Kaplan et al. 2020, appendix B; attention not counted).
+        """
+        own = getattr(self.module, "flops_per_token", None)
+        if callable(own):
+            return float(own(sequence))
+        embeddings = _embedding_names(self.module) if self.module is not None else set()
+        matrices = (p.numel for p in self.parameters if len(p.shape) > 1 and not {p.name, *p.aliases} <= embeddings)
+        return 6.0 * sum(matrices)
+
+    def module_names(self) -> list[str]:
+        """Names of the modules inside units, relative to their unit, each once."""
+        return sorted({name for _, name in _inner_modules(self)})
+
+    def matching_modules(self, patterns: tuple[str, ...]) -> list[str]:
+        """Full names of the outermost modules inside units whose relative name, or last part of it, fits one of the shell patterns."""
+        found: list[str] = []
+        for unit, name in _inner_modules(self):
+            full = f"{unit}.{name}"
+            if any(full.startswith(f + ".") for f in found):
+                continue
+            if any(fnmatchcase(name, p) or fnmatchcase(name.rpartition(".")[2], p) for p in patterns):
+                found.append(full)
+        return found
+
+
+def _inner_modules(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    if spec.module is None:
+        return
+    for unit in spec.blocks:
+        for name, _ in spec.module.get_submodule(unit).named_modules():
+            if name:
+                yield unit, name
+
+
+def _embedding_names(module: nn.Module) -> set[str]:
+    return {f"{name}.weight" for name, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+
+
+def inspect_model(module: nn.Module) -> ModelSpec:
+    """The spec of a module, on meta or not. Nothing is computed and no memory is touched.
+
+    Units are what `module.partita_units()` names; else the children of the outermost ModuleLists and Sequentials that hold the most
+    parameters. Whatever lies outside (embeddings, last norm, head) is unit `root`. A parameter shared by two units belongs to the root.
+    """
+    units = [name for name, _ in find_units(module)]
+    parameters = tuple(_parameters(module, units))
+    return ModelSpec(parameters, tuple(_buffers(module)), _units(parameters, units), module=module)
+
+
+def find_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name as in named_modules, module) of each unit but the root, in order of appearance."""
+    own = getattr(module, "partita_units", None)
+    if callable(own):
+        return list(own())
+    groups = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and name]
+    if isinstance(module, nn.Sequential):
+        groups = [("", module)]
+    outermost = [(n, m) for n, m in groups if not any(n.startswith(o + ".") for o, _ in groups if o != n)]
+    sizes = {name: _size(m) for name, m in outermost}
+    chosen = [(n, m) for n, m in outermost if sizes[n] and 2 * sizes[n] >= max(sizes.values())]
+    return [(f"{name}.{child}" if name else child, block) for name, m in chosen for child, block in m.named_children() if _size(block)]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _parameters(module: nn.Module, units: list[str]) -> Iterator[ParameterSpec]:
+    names: dict[int, list[str]] = {}
+    unique: dict[int, nn.Parameter] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+        unique[id(p)] = p
+    owner = _Owners(units)
+    for key, p in unique.items():
+        homes = {owner.of(name) for name in names[key]}
+        unit = homes.pop() if len(homes) == 1 else ROOT
+        first, *aliases = names[key]
+        yield ParameterSpec(first, tuple(p.shape), p.dtype, p.requires_grad, unit, tuple(aliases))
+
+
+class _Owners:
+    """Which unit a parameter name lies in; by dictionary, so that thousands of parameters cost nothing."""
+
+    def __init__(self, units: list[str]) -> None:
+        self._units = set(units)
+
+    def of(self, name: str) -> str:
+        """The innermost unit that is a prefix of the name, or root."""
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if name in self._units:
+                return name
+        return ROOT
+
+
+def _buffers(module: nn.Module) -> Iterator[BufferSpec]:
+    persistent = set(module.state_dict(keep_vars=True))
+    for name, b in module.named_buffers():
+        yield BufferSpec(name, tuple(b.shape), b.dtype, name in persistent)
+
+
+def _units(parameters: tuple[ParameterSpec, ...], units: list[str]) -> tuple[UnitSpec, ...]:
+    """Root first where it owns parameters (its embedding is used first), then the units in order."""
+    total: dict[str, list[int]] = {name: [0, 0] for name in [ROOT, *units]}
+    for p in parameters:
+        total[p.unit][0] += p.numel
+        total[p.unit][1] += p.numel if p.trainable else 0
+    return tuple(UnitSpec(name, n, t) for name, (n, t) in total.items() if name != ROOT or n)

@@ -1,0 +1,8 @@
+"""Mixture of experts."""
+
+from partita_moe.config import MoeConfig
+from partita_moe.strategy import partita_check, partita_config
+
+partita_api = 1
+
+__all__ = ["MoeConfig", "partita_api", "partita_check", "partita_config"]

@@ -1,0 +1,75 @@
+"""Decides section `tiers`."""
+
+from __future__ import annotations
+
+from partita.errors import did_you_mean
+from partita.plan.draft import PlanDraft
+from partita.plan.plan import Plan, Tier, Tiers
+from partita.plan.problems import Problem
+from partita.plugin.markers import hookimpl
+from partita.plugin.types import ConfigContribution, Cost
+
+from partita_offload.config import OffloadConfig
+
+STATES = ("parameters", "gradients", "optimizer", "activations")
+PLACES = {"none": "accelerator", "host": "host", "file": "file"}
+
+
+@hookimpl
+def partita_config() -> ConfigContribution:
+    """Node `offload`, section `tiers`."""
+    return ConfigContribution(nodes={"offload": OffloadConfig}, sections=("tiers",))
+
+
+@hookimpl
+def partita_decide(draft: PlanDraft) -> None:
+    """A tier for each state."""
+    config = draft.config.offload
+    tiers = {state: _tier(draft, state, getattr(config, state), config.fraction) for state in STATES}
+    draft.write("tiers", Tiers(**tiers, path=config.path))
+
+
+def _tier(draft: PlanDraft, state: str, asked: str, fraction: float) -> Tier:
+    """The tier of one state; a place nobody knows is a problem, and the state stays."""
+    if asked not in PLACES:
+        draft.problem(Problem(f"offload.{state}", f"{asked!r} is no place.", did_you_mean(asked, PLACES).capitalize()))
+    place = PLACES.get(asked, "accelerator")
+    return Tier() if place == "accelerator" or fraction == 0 else Tier(place, fraction)
+
+
+@hookimpl
+def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """Options that contradict each other."""
+    config = draft.config.offload
+    problems = []
+    asked = [s for s in STATES if getattr(config, s) != "none"]
+    to_file = [s for s in STATES if getattr(config, s) == "file"]
+    if not 0 <= config.fraction <= 1:
+        problems.append(Problem("offload.fraction", f"a share lies between 0 and 1, but it is {config.fraction:g}.", "The default is 1."))
+    if config.fraction != 1 and not asked:
+        problems.append(Problem("offload.fraction", "nothing is offloaded, so a share of it has no effect.", "Set offload.optimizer=host, or drop it."))
+    if to_file and not config.path:
+        reason = f"{', '.join(to_file)} would go to files, but no folder is given."
+        problems.append(Problem("offload.path", reason, "Set offload.path to a folder on a fast local disk."))
+    if config.path and not to_file:
+        problems.append(Problem("offload.path", "no state goes to `file`, so the folder has no effect.", "Drop offload.path, or set offload.optimizer=file."))
+    if plan.tiers.parameters.place != "accelerator" and not plan.placement.parameters:
+        reason = "weights can leave only where they are released between uses, but they stay whole on every rank (zero.stage below 3)."
+        problems.append(Problem("offload.parameters", reason, "Set zero.stage=3, or offload.parameters=none."))
+    return problems
+
+
+@hookimpl
+def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
+    """Bytes that cross to the tier and back in one step: what is read is written again, except weights, which are read for both passes."""
+    states = draft.state_bytes(plan)
+    passes = {"parameters": 2 * plan.schedule.micro_batches, "gradients": 2, "optimizer": 2}
+    costs = []
+    for state, times in passes.items():
+        tier = getattr(plan.tiers, state)
+        if tier.place != "accelerator":
+            moved = int(states.get(state, 0) * tier.fraction) * times
+            bandwidth = draft.cluster.file_bandwidth if tier.place == "file" else None
+            ranks = min(plan.layout.world, draft.cluster.devices_per_node)
+            costs.append(Cost("communication", f"{state} to and from {tier.place}", moved, tier.place, moved * ranks / bandwidth if bandwidth else 0.0))
+    return costs

@@ -1,0 +1,29 @@
+"""Config node `parallel`: how many ranks lie along each axis of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ParallelConfig:
+    """Degrees are counts of ranks. data = replicate x shard; all others times data make the world."""
+
+    # ranks that see different samples; auto: all ranks / (pipeline x context x tensor), without accelerators two
+    data: int | str = "auto"
+    # groups of ranks that hold the same shards; auto: data / shard
+    replicate: int | str = "auto"
+    # ranks that states can be cut over; auto: zero.shard_size, else data / replicate
+    shard: int | str = "auto"
+    # ranks that share the tokens of one sample (Liu et al. 2023, ring attention)
+    context: int | str = 1
+    # ranks that share each matrix (Shoeybi et al. 2019, section 3); inside a node where possible
+    tensor: int | str = 1
+    # stages that the units are cut into (Huang et al. 2019)
+    pipeline: int | str = 1
+    # ranks that share the experts; folds over the data axes, so it adds no ranks (Lepikhin et al. 2020)
+    expert: int | str = 1
+    # order of forward and backward over stages: auto (1f1b where there are stages), 1f1b, interleaved, zbv, dualpipev
+    schedule: str = "auto"
+    # passes of a rank for one update; auto: train.global_batch / (data x train.micro_batch)
+    microbatches: int | str = "auto"

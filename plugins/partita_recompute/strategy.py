@@ -1,0 +1,56 @@
+"""Decides section `activations`."""
+
+from __future__ import annotations
+
+from partita.errors import did_you_mean
+from partita.plan.draft import PlanDraft
+from partita.plan.plan import Activations, Plan
+from partita.plan.problems import Problem
+from partita.plugin.markers import hookimpl
+from partita.plugin.types import ConfigContribution
+
+from partita_recompute.config import RecomputeConfig
+
+POLICIES = {"none": "keep", "full": "full", "selective": "selective", "budget": "budget"}
+# Attention keeps the most bytes for the least compute (Korthikanti et al. 2022, section 5).
+SELECTIVE = ("*attention*", "*attn*")
+
+
+@hookimpl
+def partita_config() -> ConfigContribution:
+    """Node `recompute`, section `activations`."""
+    return ConfigContribution(nodes={"recompute": RecomputeConfig}, sections=("activations",))
+
+
+@hookimpl
+def partita_decide(draft: PlanDraft) -> None:
+    """One decision for all units."""
+    config = draft.config.recompute
+    if config.policy not in POLICIES:
+        remedy = did_you_mean(config.policy, POLICIES).capitalize()
+        draft.problem(Problem("recompute.policy", f"{config.policy!r} is no policy.", remedy))
+    patterns: tuple[str, ...] = ()
+    if config.policy == "selective":
+        patterns = tuple(config.patterns) or SELECTIVE
+        if not config.patterns:
+            draft.effect("recompute.patterns", [], list(patterns), "default of selective")
+    draft.write("activations", Activations(default=POLICIES.get(config.policy, "keep"), patterns=patterns))
+
+
+@hookimpl
+def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """Options that would have no effect, and patterns that match nothing."""
+    config = draft.config.recompute
+    problems = []
+    if config.patterns and config.policy != "selective":
+        reason = f"patterns are used by recompute.policy=selective only, and it is {config.policy!r}."
+        problems.append(Problem("recompute.patterns", reason, "Drop recompute.patterns, or set recompute.policy=selective."))
+    if config.budget is not None and config.policy != "budget":
+        reason = f"a budget is used by recompute.policy=budget only, and it is {config.policy!r}."
+        problems.append(Problem("recompute.budget", reason, "Drop recompute.budget."))
+    dead = [p for p in plan.activations.patterns if not draft.model.matching_modules((p,))]
+    if dead and (config.patterns or len(dead) == len(plan.activations.patterns)):
+        reason = f"no module inside a unit matches {', '.join(map(repr, dead))}."
+        remedy = did_you_mean(dead[0].strip("*"), draft.model.module_names()).capitalize()
+        problems.append(Problem("recompute.patterns", reason, remedy))
+    return problems

@@ -1,0 +1,95 @@
+"""Decides section `placement`: a row of the preset table, with cells written out by hand where the user did."""
+
+from __future__ import annotations
+
+from partita.errors import did_you_mean
+from partita.plan.draft import PlanDraft
+from partita.plan.plan import AXES, DATA_AXES, Layout, Placement, Plan
+from partita.plan.problems import Problem
+from partita.plugin.markers import hookimpl
+from partita.plugin.types import ConfigContribution
+
+from partita_zero.config import ZeroConfig
+from partita_zero.presets import PRESETS, STAGES
+
+STATES = ("parameters", "gradients", "optimizer")
+
+
+@hookimpl
+def partita_config() -> ConfigContribution:
+    """Node `zero`, section `placement`."""
+    return ConfigContribution(nodes={"zero": ZeroConfig}, sections=("placement",))
+
+
+@hookimpl
+def partita_decide(draft: PlanDraft) -> None:
+    """The placement, and in extension `gathering` how far gathers may run ahead."""
+    config = draft.config.zero
+    row = _row(draft, config)
+    cells = {state: _cell(draft, state, getattr(config, state), getattr(row, state)) for state in STATES}
+    placement = Placement(**cells)
+    draft.write("placement", placement)
+    draft.extend("gathering", {"prefetch": config.prefetch, "max_gathered": config.max_gathered})
+    _tell(draft, placement, draft.get("layout"))
+
+
+def _row(draft: PlanDraft, config: ZeroConfig) -> Placement:
+    """The preset asked for; what is no preset is a problem, and the plan goes on with all states whole."""
+    if config.preset is None:
+        if 0 <= config.stage < len(STAGES):
+            return PRESETS[STAGES[config.stage]]
+        draft.problem(Problem("zero.stage", f"there is no stage {config.stage}.", "Use a stage from 0 to 3."))
+        return Placement()
+    if config.preset not in PRESETS:
+        remedy = did_you_mean(config.preset, PRESETS).capitalize()
+        draft.problem(Problem("zero.preset", f"{config.preset!r} is no preset.", remedy))
+        return Placement()
+    return PRESETS[config.preset]
+
+
+def _cell(draft: PlanDraft, state: str, asked: list[str] | None, preset: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that cut one state, in mesh order."""
+    if asked is None:
+        return preset
+    strange = [axis for axis in asked if axis not in AXES]
+    if strange:
+        remedy = did_you_mean(strange[0], DATA_AXES).capitalize()
+        draft.problem(Problem(f"zero.{state}", f"{strange[0]!r} is no axis of the mesh.", remedy))
+    return tuple(axis for axis in AXES if axis in asked)
+
+
+def _tell(draft: PlanDraft, placement: Placement, layout: Layout) -> None:
+    """Manifest lines where a placement comes to less than its name promises."""
+    config = draft.config.zero
+    asked = config.preset or f"stage {config.stage}"
+    if placement.optimizer and layout.size(placement.optimizer) == 1:
+        draft.effect("zero", asked, "all states whole", "the axes that would cut them have one rank")
+    elif placement.optimizer == ("shard",) and layout.replicate == 1:
+        draft.effect("zero", asked, "one shard group of all data ranks", "parallel.replicate is 1; zero.shard_size makes groups narrower")
+    if placement.parameters and layout.size(placement.parameters) > 1:
+        return
+    if config.prefetch != ZeroConfig().prefetch:
+        draft.effect("zero.prefetch", config.prefetch, 0, "no weights are gathered: they are whole on every rank")
+    if config.max_gathered is not None:
+        draft.effect("zero.max_gathered", config.max_gathered, None, "no weights are gathered: they are whole on every rank")
+
+
+@hookimpl
+def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """Contradictions between the cells, and between stage and preset."""
+    config, placement = draft.config.zero, plan.placement
+    problems = []
+    if config.preset in PRESETS and config.stage and PRESETS.get(config.preset) != PRESETS[STAGES[min(max(config.stage, 0), 3)]]:
+        reason = f"zero.preset={config.preset} and zero.stage={config.stage} are two answers to one question."
+        problems.append(Problem("zero.preset", reason, "Drop one of the two."))
+    for state in ("parameters", "gradients"):
+        missing = [axis for axis in getattr(placement, state) if axis not in placement.optimizer]
+        if missing:
+            cut = list(placement.optimizer)
+            reason = f"{state} are cut over {missing}, but the optimizer over {cut} only: it would have no whole shard to update."
+            problems.append(Problem(f"zero.{state}", reason, f"Add {missing} to zero.optimizer, or take it out of zero.{state}."))
+    if config.prefetch < 0:
+        problems.append(Problem("zero.prefetch", f"{config.prefetch} units can't be gathered ahead.", "Use 0 (none ahead) or more; the default is 1."))
+    if config.max_gathered is not None and config.max_gathered <= 0:
+        problems.append(Problem("zero.max_gathered", f"{config.max_gathered} bytes hold no unit.", "Give a positive number of bytes, or drop it."))
+    return problems
