@@ -369,6 +369,15 @@ class StateEngine:
             self._collectives.all_gather(whole, self.groups.shard).wait()
         return whole[s.offset : s.offset + s.numel].view(s.shape).clone()
 
+    def allocated(self) -> dict[str, int]:
+        """Bytes of states at rest on this rank, by category as `StateLayout.bytes`, read from the buffers themselves."""
+        kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": []}
+        for b in self.buckets:
+            kinds["parameters"] += [b.own if b.cut else b.full]
+            kinds["gradients"] += [t for t in (b.reduced, b.gradient) if t is not None]
+            kinds["optimizer"] += [*b.states.values(), *([b.master] if b.master is not b.own else [])]
+        return {k: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in v}.values()) for k, v in kinds.items()}
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_slices(self) -> list[StateSlice]:

@@ -1,0 +1,136 @@
+"""Public failure reports, rebuilt small, for every placement. The names of the tests tell the failure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import cases
+from engine_runs import PLACEMENTS
+from pool import run_ranks
+
+every_placement = pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+
+
+def ranks(world: int, fn: Any, *args: Any) -> list[Any]:
+    return run_ranks(world, fn, *args, timeout=60)
+
+
+@every_placement
+@pytest.mark.parametrize(
+    ("tokens", "gradient"),
+    [
+        ([[(1, 1.0), (3, 5.0)]], 4.0),
+        ([[(1, 1.0)], [(3, 5.0)]], 4.0),
+        ([[(5, 1.0)], [(1, 7.0)]], 2.0),
+        ([[(5, 1.0)], [(0, 7.0)]], 1.0),
+        ([[(1, float(c)) for c in range(1, 7)]], 3.5),
+    ],
+)
+def test_every_token_weighs_the_same(placement: str, tokens: Any, gradient: float) -> None:
+    for weight, norm in ranks(len(tokens), cases.token_weights, placement, tokens):
+        assert weight == pytest.approx(1 - 0.1 * gradient, abs=1e-6)
+        assert norm == pytest.approx(gradient, rel=1e-6)
+
+
+@every_placement
+def test_reported_norm_is_the_one_before_clipping(placement: str) -> None:
+    for norm, moved in ranks(2, cases.clip_report, placement):
+        assert norm == pytest.approx(50.0, rel=1e-6)
+        assert moved == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+@every_placement
+def test_each_group_has_its_rate_and_decay(placement: str) -> None:
+    for got in ranks(2, cases.group_rates, placement):
+        assert got == pytest.approx([-1e-2, -1e-4], rel=1e-6)
+    for got in ranks(2, cases.group_decay, placement):
+        assert got == pytest.approx([0.99, 1.0], rel=1e-6)
+
+
+@every_placement
+def test_splitting_a_group_changes_nothing(placement: str) -> None:
+    one, two = ranks(2, cases.split_groups, placement, False)[0], ranks(2, cases.split_groups, placement, True)[0]
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=1e-7)
+
+
+@every_placement
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_order_of_gradients_may_differ_between_ranks(placement: str, precision: str, bound: float) -> None:
+    got = ranks(2, cases.rank_dependent_order, placement, precision)[0]
+    model = cases.TwoPaths()
+    loss = sum(model(torch.randn(6, 8, generator=torch.Generator().manual_seed(r)), bool(r)) for r in range(2)) / 2
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert float((got[name] - p.grad).norm() / p.grad.norm()) < bound, name
+
+
+@every_placement
+def test_parameter_first_used_in_the_last_micro_batch(placement: str) -> None:
+    for first, moved, second, still in ranks(2, cases.late_parameter, placement):
+        torch.testing.assert_close(first, torch.full((4, 4), 2 / 3), rtol=1e-2, atol=0)
+        torch.testing.assert_close(moved, -0.1 * first, rtol=1e-3, atol=1e-6)
+        assert not second.any()
+        assert not still.any()
+
+
+@every_placement
+def test_masters_keep_what_bf16_would_lose(placement: str) -> None:
+    for master, seen, dtype in ranks(2, cases.bf16_masters, placement):
+        assert master == pytest.approx(0.9, abs=1e-5)
+        assert seen == 0.8984375
+        assert dtype == "torch.float32"
+
+
+@every_placement
+def test_bf16_gradients_accumulate_in_fp32(placement: str) -> None:
+    for total in ranks(1, cases.bf16_accumulation, placement):
+        assert total == 512.0
+
+
+@every_placement
+def test_overflow_skips_on_all_ranks_and_halves_the_scale(placement: str) -> None:
+    for got in ranks(2, cases.overflow, placement):
+        assert got == [(True, 1024.0, 0.9, 1), (False, 512.0, 0.9, 1), (True, 512.0, 0.8, 2), (True, 1024.0, 0.7, 3)]
+
+
+@every_placement
+def test_tied_weights_from_meta_get_the_whole_gradient(placement: str) -> None:
+    for gradient, same in ranks(2, cases.tied, placement):
+        assert gradient == pytest.approx(2.0)
+        assert same
+
+
+@every_placement
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_between_forward_and_backward(placement: str, mode: str) -> None:
+    plain, disturbed = ranks(2, cases.evaluation_between, placement, "none")[0], ranks(2, cases.evaluation_between, placement, mode)[0]
+    for name, value in plain.items():
+        assert torch.equal(disturbed[name], value), name
+
+
+@every_placement
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_parameters_without_elements_or_dimensions(placement: str, world: int) -> None:
+    for whole, shapes in ranks(world, cases.odd_shapes, placement):
+        expected = {"eight": (8,), "none": (0,), "many": (2, 3, 4), "three": (3,), "one": ()}
+        for i, (name, shape) in enumerate(expected.items()):
+            assert whole[name].shape == shape
+            torch.testing.assert_close(whole[name], torch.full(shape, (i + 1) * 0.8**3))
+        for key, shape in shapes.items():
+            assert shape == expected[key.split(".")[1]]
+
+
+@every_placement
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_take_the_bytes_that_the_layout_says(placement: str, precision: str) -> None:
+    for planned, allocated in ranks(4, cases.memory, placement, precision):
+        assert allocated == planned
