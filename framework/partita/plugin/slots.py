@@ -1,0 +1,22 @@
+"""The slots that the core asks plug-ins to fill, and what each implementation must be. docs/hooks.md shows this table."""
+
+from __future__ import annotations
+
+# slot -> what `partita_provide(slot, name)` returns for it
+SLOTS: dict[str, str] = {
+    "model": "a function (config, vocab) -> torch.nn.Module, called under torch.device('meta')",
+    "corpus": "a function (config, tokenizer, split) -> partita.data.corpus.Corpus; split is train or validation",
+    "tokenizer": "a function (config) -> an object with encode, encode_all, decode, vocab_size, eos, special, fingerprint",
+    "optimizer": "a function (config.optimizer) -> partita.state.optimizers.Rule",
+    "lr_schedule": "a function (config.lr_schedule, steps) -> a function of the update (from 1) -> factor on optimizer.lr",
+    "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",
+    "collective": "a function (plan, mesh) -> partita.runtime.collectives.Collectives; the name is the device's type",
+    "tier": "a function (config, plan) -> a tier with read and write, both asynchronous",
+    "kernel": "a function with the signature of the kernel it replaces",
+    "tracker": "a function (config) -> an object that logs metrics",
+}
+
+
+def is_own(slot: str) -> bool:
+    """Whether a slot belongs to a plug-in (`moe.router`): only that plug-in's code asks for it, so the core doesn't know it."""
+    return "." in slot
