@@ -1,8 +1,8 @@
 """Token files, memory-mapped: raw .bin (nanoGPT) and Megatron's pair of .bin and .idx.
 
 The .idx file, little-endian: 9 bytes b"MMIDIDX\\0\\0"; uint64 version (1); uint8 dtype code; uint64 number of sequences n; uint64
-number of document marks d; int32[n] length of each sequence in tokens; int64[n] its offset in the .bin file in bytes; int64[d] the
-sequence with which each document begins, the last mark being n; and int8[n] modes where the data is multimodal.
+number of document marks d; int32[n] length of each sequence in tokens; int64[n] its offset in the .bin file in bytes; int64[d]
+the sequence with which each document begins, the last mark being n; and int8[n] modes where the data is multimodal.
 Source: the documented layout of Megatron-Core's IndexedDataset.
 """
 

@@ -42,7 +42,8 @@ class Data:
         if slots < widest:
             raise PartitaError(
                 f"train.global_batch: {schedule.global_batch} sequences over {mine.size} data ranks are up to {widest} a rank, "
-                f"but {schedule.micro_batches} micro-batches of {schedule.micro_batch} hold {slots}\n    -> raise train.micro_batch"
+                f"but {schedule.micro_batches} micro-batches of {schedule.micro_batch} hold {slots}\n"
+                "    -> raise train.micro_batch"
             )
 
     @property
@@ -77,13 +78,13 @@ class Data:
         return [self.train.batch(indices[at], sample[at]) for at in _slices(slots, self.schedule.micro_batch)]
 
     def iterate(self, first_step: int, last_step: int | None = None) -> Prefetch[list[Batch]]:
-        """Iterator of (step, micro-batches), prepared ahead by `data.workers` threads. Call its `close`, or use it in a `with`."""
+        """Iterator of (step, micro-batches), prepared by `data.workers` threads. Call its `close`, or use it in a `with`."""
         return Prefetch(self.step, first_step, last_step, self._threads)
 
     # -------------------------------------------------------------- evaluation
 
     def evaluation(self, batches: int = 0) -> Iterator[Batch]:
-        """This rank's part of the validation set (of its first `batches` global batches; 0: all), each sample once over all ranks.
+        """This rank's part of the validation set (its first `batches` global batches; 0: all), each sample once over all ranks.
 
         Every rank gets the same number of batches of shape [micro_batch, T]; what a rank lacks is filled with empty samples.
         Their labels are all ignored, so they enter neither sums nor counts.

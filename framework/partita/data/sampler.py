@@ -1,8 +1,8 @@
 """Which samples an update uses: a pure function of seed and step.
 
 The endless order is epoch 0, epoch 1, ..., each a permutation of all samples that depends on seed and epoch only. Update `step`
-(from 1) uses its positions (step - 1) * global_batch to step * global_batch - 1. Ranks and micro-batches only divide this range, so any
-layout sees the same samples, and resuming needs nothing but the step.
+(from 1) uses its positions (step - 1) * global_batch to step * global_batch - 1. Ranks and micro-batches only divide this range,
+so any layout sees the same samples, and resuming needs nothing but the step.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _limited(documents: Iterator[Document], limit: int | None) -> Iterator[Docum
 
 
 def hf_source(config: Any) -> Source:
-    """A dataset written by `save_to_disk`: column `data.column` of text or token ids, and its validation split where it has one."""
+    """A dataset written by `save_to_disk`: column `data.column` of text or token ids, and its own validation split if any."""
     path = need_path(config)
     if not path.is_dir():
         raise ConfigError(f"data.path: {path} is not a folder\n    -> a folder written by datasets.Dataset.save_to_disk")

@@ -1,8 +1,8 @@
 """Learning-rate schedules: factors on `optimizer.lr` by update. Builders of the slot `lr_schedule`.
 
 A schedule is a function of the number k of the update, from 1; updates that are skipped don't count. Warm-up over w updates gives
-k / w, so the w-th update is the first at the full rate. From there to the last update the factor falls to `minimum`, which the last
-update has exactly. No value is ever NaN or outside 0 to 1, whatever w and the number of updates; after the last it stays.
+k / w, so the w-th update is the first at the full rate. From there to the last update the factor falls to `minimum`, which the
+last update has exactly. No value is ever NaN or outside 0 to 1, whatever w and the number of updates; after the last it stays.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_cosine(config: LrScheduleConfig, steps: int) -> Factor:
 
 
 def make_wsd(config: LrScheduleConfig, steps: int) -> Factor:
-    """Warm-up, stable, decay (Hu et al. 2024): 1, then a straight line to `minimum` over the last `decay` updates (Hägele et al. 2024)."""
+    """1, then over the last `decay` updates a straight line to `minimum` (Hu et al. 2024; line: Hägele et al. 2024)."""
     warmup = _checked(config, steps)
     decay = length(config.decay, steps)
     start = steps - decay
