@@ -149,14 +149,11 @@ class Registry:
         """
         owner = self._added.slots.get(slot, {}).get(name)
         if owner is not None:
-            for plugin, value in self._each("partita_provide", only=owner, slot=slot, name=name):
-                if value is not None:
-                    return value
-                raise PluginError(
-                    complaint(
-                        f"plug-in {plugin!r} lists {name!r} in slot {slot!r} but provides nothing", "repair its partita_provide"
-                    )
-                )
+            answers = [v for _, v in self._each("partita_provide", only=owner, slot=slot, name=name) if v is not None]
+            if not answers:
+                reason = f"plug-in {owner!r} lists {name!r} in slot {slot!r} but provides nothing"
+                raise PluginError(complaint(reason, "repair its partita_provide"))
+            return answers[0]
         value = self._manager.hook.partita_provide(slot=slot, name=name)
         if value is None:
             raise PluginError(self._nobody(slot, name))
