@@ -33,9 +33,9 @@ class Config:
 def config(tmp_path: Path):
     """Makes configs whose cache is a folder of the test."""
 
-    def make(*, vocab: int | None = None, seed: int = 0, **data) -> Config:
+    def make(*, model_vocab: int | None = None, seed: int = 0, **data) -> Config:
         data.setdefault("cache", str(tmp_path / "cache"))
-        return Config(DataConfig(**data), ModelConfig(vocab=vocab), seed)
+        return Config(DataConfig(**data), ModelConfig(vocab=model_vocab), seed)
 
     return make
 

@@ -181,6 +181,16 @@ def test_closing_ends_the_threads(data_of):
     assert list(ahead) == []
 
 
+def test_closing_the_data_ends_all_threads(data_of):
+    before = len(data_threads())
+    data = data_of(16, Schedule(4, 2, 2), threads=2)
+    for _ in range(2):
+        next(data.iterate(1))
+    data.close()
+    data.close()
+    assert len(data_threads()) == before
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_error_arrives_at_its_step_and_ends_the_threads(threads):
     def make(n: int) -> int:

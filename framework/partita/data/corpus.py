@@ -6,6 +6,7 @@ Corpora made from text are tokenized once into the cache and memory-mapped, so t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,14 @@ class _Writer:
             self._file.write(np.array([end], self._dtype).tobytes())
         self._lengths.append(ids.size + (end is not None))
 
-    def close(self) -> None:
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
+
+    def finish(self) -> None:
+        """Writes where the documents begin."""
         ends = np.cumsum(np.array(self._lengths, np.int64))
         np.save(self._folder / f"{self._side}.starts.npy", ends - np.array(self._lengths, np.int64))
 
@@ -120,19 +127,26 @@ class _Writer:
 def _tokenize(folder: Path, source: Source, tokenizer: Tokenizer, share: float) -> None:
     """Writes both splits of a source into `folder`. Memory in use is bounded by the longest few documents."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    writers = {side: _Writer(folder, side, dtype) for side in (TRAIN, VALIDATION)}
-    group: list[Document] = []
-    size = 0
-    for document in source.documents():
-        group.append(document)
-        size += len(document.content)
-        if size > 4 << 20:
-            _write(group, writers, source, tokenizer, share)
-            group, size = [], 0
-    _write(group, writers, source, tokenizer, share)
-    for writer in writers.values():
-        writer.close()
+    with _Writer(folder, TRAIN, dtype) as train, _Writer(folder, VALIDATION, dtype) as validation:
+        for group in _groups(source.documents()):
+            _write(group, {TRAIN: train, VALIDATION: validation}, source, tokenizer, share)
+        train.finish()
+        validation.finish()
     (folder / "meta.json").write_text(json.dumps({"dtype": dtype.str, "where": source.where}))
+
+
+def _groups(documents: Iterable[Document], size: int = 4 << 20) -> Iterator[list[Document]]:
+    """Documents in lists of about `size` characters or ids, which a tokenizer works on together."""
+    group: list[Document] = []
+    gathered = 0
+    for document in documents:
+        group.append(document)
+        gathered += len(document.content)
+        if gathered > size:
+            yield group
+            group, gathered = [], 0
+    if group:
+        yield group
 
 
 def _write(group: list[Document], writers: dict[str, _Writer], source: Source, tokenizer: Tokenizer, share: float) -> None:

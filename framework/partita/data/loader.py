@@ -36,6 +36,7 @@ class Data:
     ) -> None:
         self.train, self.validation, self.order = train, validation, order
         self.schedule, self.share, self._threads = schedule, mine, threads
+        self._running: list[Prefetch[list[Batch]]] = []
         self._low, self._high = share(schedule.global_batch, mine.rank, mine.size)
         slots = schedule.micro_batch * schedule.micro_batches
         widest = -(-schedule.global_batch // mine.size)
@@ -79,9 +80,21 @@ class Data:
 
     def iterate(self, first_step: int, last_step: int | None = None) -> Prefetch[list[Batch]]:
         """Iterator of (step, micro-batches), prepared by `data.workers` threads. Call its `close`, or use it in a `with`."""
-        return Prefetch(self.step, first_step, last_step, self._threads)
+        ahead = Prefetch(self.step, first_step, last_step, self._threads)
+        self._running.append(ahead)
+        return ahead
+
+    def close(self) -> None:
+        """Ends all threads that prepare batches. May be called more than once."""
+        while self._running:
+            self._running.pop().close()
 
     # -------------------------------------------------------------- evaluation
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there is a validation set; the same on every rank."""
+        return len(self.validation) > 0
 
     def evaluation(self, batches: int = 0) -> Iterator[Batch]:
         """This rank's part of the validation set (its first `batches` global batches; 0: all), each sample once over all ranks.
