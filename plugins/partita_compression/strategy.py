@@ -8,7 +8,6 @@ from partita.plan.plan import Collectives, Plan, Wire
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
-
 from partita_compression.config import CompressionConfig
 
 FORMATS = ("native", "bfloat16", "float16", "int8", "onebit")
@@ -50,5 +49,11 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     scaled = plan.precision.loss_scale is not None
     if plan.collectives.gradient_reduce.format == "float16" and plan.precision.compute != "float16" and not scaled:
         reason = "gradients in float16 on the wire overflow above 65504, and no loss scale would notice (precision.compute is not float16)."
-        return [Problem("compression.gradient_reduce", reason, "Use compression.gradient_reduce=bfloat16, or precision.loss_scale.enabled=true.")]
+        return [
+            Problem(
+                "compression.gradient_reduce",
+                reason,
+                "Use compression.gradient_reduce=bfloat16, or precision.loss_scale.enabled=true.",
+            )
+        ]
     return []

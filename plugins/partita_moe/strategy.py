@@ -8,7 +8,6 @@ from partita.plan.plan import Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
-
 from partita_moe.config import MoeConfig
 
 ROUTINGS = ("none",)
@@ -27,7 +26,9 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     name = draft.config.moe.name
     problems = []
     if name in KNOWN:
-        problems.append(Problem("moe.name", f"mixture of experts ({name!r}) is not in this version.", "Use moe.name=none: dense layers."))
+        problems.append(
+            Problem("moe.name", f"mixture of experts ({name!r}) is not in this version.", "Use moe.name=none: dense layers.")
+        )
     elif name not in ROUTINGS:
         problems.append(Problem("moe.name", f"{name!r} is no routing.", did_you_mean(name, ROUTINGS).capitalize()))
     if name == "none" and plan.layout.expert > 1:

@@ -8,7 +8,6 @@ from partita.plan.plan import Plan, Tier, Tiers
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
-
 from partita_offload.config import OffloadConfig
 
 STATES = ("parameters", "gradients", "optimizer", "activations")
@@ -45,16 +44,32 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     asked = [s for s in STATES if getattr(config, s) != "none"]
     to_file = [s for s in STATES if getattr(config, s) == "file"]
     if not 0 <= config.fraction <= 1:
-        problems.append(Problem("offload.fraction", f"a share lies between 0 and 1, but it is {config.fraction:g}.", "The default is 1."))
+        problems.append(
+            Problem("offload.fraction", f"a share lies between 0 and 1, but it is {config.fraction:g}.", "The default is 1.")
+        )
     if config.fraction != 1 and not asked:
-        problems.append(Problem("offload.fraction", "nothing is offloaded, so a share of it has no effect.", "Set offload.optimizer=host, or drop it."))
+        problems.append(
+            Problem(
+                "offload.fraction",
+                "nothing is offloaded, so a share of it has no effect.",
+                "Set offload.optimizer=host, or drop it.",
+            )
+        )
     if to_file and not config.path:
         reason = f"{', '.join(to_file)} would go to files, but no folder is given."
         problems.append(Problem("offload.path", reason, "Set offload.path to a folder on a fast local disk."))
     if config.path and not to_file:
-        problems.append(Problem("offload.path", "no state goes to `file`, so the folder has no effect.", "Drop offload.path, or set offload.optimizer=file."))
+        problems.append(
+            Problem(
+                "offload.path",
+                "no state goes to `file`, so the folder has no effect.",
+                "Drop offload.path, or set offload.optimizer=file.",
+            )
+        )
     if plan.tiers.parameters.place != "accelerator" and not plan.placement.parameters:
-        reason = "weights can leave only where they are released between uses, but they stay whole on every rank (zero.stage below 3)."
+        reason = (
+            "weights can leave only where they are released between uses, but they stay whole on every rank (zero.stage below 3)."
+        )
         problems.append(Problem("offload.parameters", reason, "Set zero.stage=3, or offload.parameters=none."))
     return problems
 
@@ -71,5 +86,13 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
             moved = int(states.get(state, 0) * tier.fraction) * times
             bandwidth = draft.cluster.file_bandwidth if tier.place == "file" else None
             ranks = min(plan.layout.world, draft.cluster.devices_per_node)
-            costs.append(Cost("communication", f"{state} to and from {tier.place}", moved, tier.place, moved * ranks / bandwidth if bandwidth else 0.0))
+            costs.append(
+                Cost(
+                    "communication",
+                    f"{state} to and from {tier.place}",
+                    moved,
+                    tier.place,
+                    moved * ranks / bandwidth if bandwidth else 0.0,
+                )
+            )
     return costs

@@ -33,7 +33,7 @@ class Degrees:
         shard = self._shard(cluster, data, others)
         replicate = self.asked["replicate"] or max(1, data // shard)
         self._compare(data, replicate, shard)
-        layout = Layout(replicate=replicate, shard=shard, expert=self.asked["expert"] or 1, **inner)
+        layout = Layout(inner["pipeline"], replicate, shard, inner["context"], inner["tensor"], self.asked["expert"] or 1)
         self._count(layout, cluster)
         return layout
 
@@ -46,7 +46,9 @@ class Degrees:
         if cluster.ranks is not None:
             if cluster.ranks % others:
                 reason = f"{cluster.ranks} ranks can't be divided by pipeline x context x tensor = {others}."
-                self.problems.append(Problem("parallel.data", reason, _divisors_text("pipeline x context x tensor", cluster.ranks)))
+                self.problems.append(
+                    Problem("parallel.data", reason, _divisors_text("pipeline x context x tensor", cluster.ranks))
+                )
             return max(1, cluster.ranks // others)
         return self._data_of_flexible(cluster, replicate, shard)
 
@@ -117,10 +119,14 @@ def read_degrees(config: Any, zero: Any, global_batch: int) -> Degrees:
         asked[axis] = as_count(f"parallel.{axis}", getattr(config, axis), problems)
     hint = getattr(zero, "shard_size", None)
     if isinstance(hint, str) and hint != "node":
-        problems.append(Problem("zero.shard_size", f"{hint!r} is neither a count nor `node`.", "Give a number of ranks, or `node`."))
+        problems.append(
+            Problem("zero.shard_size", f"{hint!r} is neither a count nor `node`.", "Give a number of ranks, or `node`.")
+        )
         hint = None
     elif isinstance(hint, int) and hint < 1:
-        problems.append(Problem("zero.shard_size", f"{hint} ranks make no group.", "Give a positive number of ranks, or drop it."))
+        problems.append(
+            Problem("zero.shard_size", f"{hint} ranks make no group.", "Give a positive number of ranks, or drop it.")
+        )
         hint = None
     return Degrees(asked, hint, global_batch, problems)
 

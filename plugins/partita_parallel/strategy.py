@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
-from partita.plan.model_spec import ModelSpec
 from partita.plan.plan import Layout, Plan, Schedule
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
-
 from partita_parallel.batch import solve_batch
 from partita_parallel.config import ParallelConfig
 from partita_parallel.degrees import as_count, read_degrees
+
+if TYPE_CHECKING:
+    from partita.plan.model_spec import ModelSpec
 
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 
@@ -53,7 +54,8 @@ def cut_stages(model: ModelSpec, stages: int) -> tuple[int, ...]:
     blocks = [(i, u.numel) for i, u in enumerate(model.units) if u.name != model.root]
     if stages <= 1 or not blocks:
         return ()
-    total, seen, cuts = sum(n for _, n in blocks), 0, []
+    total, seen = sum(n for _, n in blocks), 0
+    cuts: list[int] = []
     for index, numel in blocks:
         # a stage begins where at least its predecessors' share of the parameters lies behind
         if index != blocks[0][0] and len(cuts) + 1 < stages and seen * stages >= (len(cuts) + 1) * total:
@@ -72,14 +74,24 @@ def _schedule(draft: PlanDraft, asked: str, layout: Layout) -> str:
             draft.effect("parallel.schedule", asked, "none", "parallel.pipeline is 1: there is one stage only")
         return "none"
     if asked == "none":
-        draft.problem(Problem("parallel.schedule", f"{layout.pipeline} stages need a schedule.", "Use auto, or one of " + ", ".join(SCHEDULES) + "."))
+        draft.problem(
+            Problem(
+                "parallel.schedule",
+                f"{layout.pipeline} stages need a schedule.",
+                "Use auto, or one of " + ", ".join(SCHEDULES) + ".",
+            )
+        )
     return asked if asked in SCHEDULES else "1f1b"
 
 
 def _tell(draft: PlanDraft, layout: Layout, batch: dict[str, int]) -> None:
     """What every `auto` came to."""
     config: Any = draft.config
-    why = f"{draft.cluster.ranks} ranks ({draft.cluster.ranks_from})" if draft.cluster.ranks else "no accelerator: as many ranks as the layout asks for"
+    why = (
+        f"{draft.cluster.ranks} ranks ({draft.cluster.ranks_from})"
+        if draft.cluster.ranks
+        else "no accelerator: as many ranks as the layout asks for"
+    )
     for axis in ("data", "replicate", "shard", "pipeline", "context", "tensor", "expert"):
         if getattr(config.parallel, axis) == "auto":
             draft.effect(f"parallel.{axis}", "auto", getattr(layout, axis), why if axis == "data" else "")

@@ -10,7 +10,6 @@ from partita.plan.plan import LossScale, Plan, Precision
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
-
 from partita_precision.config import LossScaleConfig, PrecisionConfig
 
 # Rows by name. Weights, moments and sums over micro-batches stay in float32: bfloat16 sums stop growing at 256 (8 bits of mantissa).
@@ -35,7 +34,9 @@ def partita_decide(draft: PlanDraft) -> None:
     """A row of the table, with overrides."""
     config = draft.config.precision
     if config.name not in ROWS:
-        draft.problem(Problem("precision.name", f"{config.name!r} is no precision.", did_you_mean(config.name, ROWS).capitalize()))
+        draft.problem(
+            Problem("precision.name", f"{config.name!r} is no precision.", did_you_mean(config.name, ROWS).capitalize())
+        )
     row = ROWS.get(config.name, Precision())
     dtypes = {field: _dtype(draft, field, getattr(config, field), getattr(row, field)) for field in FIELDS}
     draft.write("precision", Precision(**dtypes, loss_scale=_loss_scale(config.loss_scale, dtypes["compute"])))
@@ -62,13 +63,19 @@ def _loss_scale(config: LossScaleConfig, compute: str) -> LossScale | None:
 @hookimpl
 def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """Ranges of the loss scale, and dtypes that can't hold what they are asked to."""
-    problems = [p for p in _scale_problems(draft.config.precision.loss_scale)]
+    problems = _scale_problems(draft.config.precision.loss_scale)
     if plan.precision.compute == "float16" and plan.precision.loss_scale is None:
         reason = "float16 gradients below 6e-8 vanish without a loss scale (precision.compute=float16)."
-        problems.append(Problem("precision.loss_scale.enabled", reason, "Drop precision.loss_scale.enabled=false, or use precision=bf16."))
+        problems.append(
+            Problem("precision.loss_scale.enabled", reason, "Drop precision.loss_scale.enabled=false, or use precision=bf16.")
+        )
     if plan.precision.master == "float16":
         reason = "float16 weights lose updates smaller than 1/2048 of them."
-        problems.append(Problem("precision.master", reason, "Use precision.master=float32 (or bfloat16 with a rule that rounds stochastically)."))
+        problems.append(
+            Problem(
+                "precision.master", reason, "Use precision.master=float32 (or bfloat16 with a rule that rounds stochastically)."
+            )
+        )
     return problems
 
 
@@ -85,4 +92,6 @@ def _scale_problems(config: LossScaleConfig) -> list[Problem]:
 
 def _range_problem(config: Any, name: str, rule: str) -> Problem:
     default = getattr(LossScaleConfig(), name)
-    return Problem(f"precision.loss_scale.{name}", f"{rule}, but it is {getattr(config, name)!r}.", f"The default is {default!r}.")
+    return Problem(
+        f"precision.loss_scale.{name}", f"{rule}, but it is {getattr(config, name)!r}.", f"The default is {default!r}."
+    )

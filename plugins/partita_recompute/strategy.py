@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Activations, Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
-from partita.plugin.types import ConfigContribution
-
+from partita.plugin.types import ConfigContribution, Transform
 from partita_recompute.config import RecomputeConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 POLICIES = {"none": "keep", "full": "full", "selective": "selective", "budget": "budget"}
 # Attention keeps the most bytes for the least compute (Korthikanti et al. 2022, section 5).
@@ -54,3 +58,18 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         remedy = did_you_mean(dead[0].strip("*"), draft.model.module_names()).capitalize()
         problems.append(Problem("recompute.patterns", reason, remedy))
     return problems
+
+
+@hookimpl
+def partita_transforms(plan: Plan) -> list[Transform]:
+    """Transform `recompute`, where any unit recomputes."""
+    activations = plan.activations
+    if {activations.default, *(d for _, d in activations.units)} <= {"keep"}:
+        return []
+
+    def apply(model: nn.Module, context: Any) -> nn.Module:
+        from partita_recompute.checkpoint import recompute  # torch is imported where a model is built
+
+        return recompute(model, activations)
+
+    return [Transform("recompute", apply, after=("adapter",), before=("compile",))]

@@ -24,5 +24,5 @@ class ZeroConfig:
     shard_size: int | str | None = None
     # units gathered ahead of the one that computes, where parameters are cut; one hides the gather and costs one unit of memory
     prefetch: int = 1
-    # bytes of gathered weights held at once, at most; default: what `prefetch` needs
+    # bytes of gathered weights held at once, at most: `prefetch` shrinks to fit; default: what `prefetch` needs
     max_gathered: int | None = None

@@ -1,4 +1,7 @@
-"""Decides section `placement`: a row of the preset table, with cells written out by hand where the user did."""
+"""Decides section `placement`: a row of the preset table, with cells written out by hand where the user did.
+
+Extension `prefetch` of the plan: units gathered ahead of the one that computes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from partita.plan.plan import AXES, DATA_AXES, Layout, Placement, Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
-
 from partita_zero.config import ZeroConfig
 from partita_zero.presets import PRESETS, STAGES
 
@@ -29,7 +31,7 @@ def partita_decide(draft: PlanDraft) -> None:
     cells = {state: _cell(draft, state, getattr(config, state), getattr(row, state)) for state in STATES}
     placement = Placement(**cells)
     draft.write("placement", placement)
-    draft.extend("gathering", {"prefetch": config.prefetch, "max_gathered": config.max_gathered})
+    draft.extend("prefetch", _prefetch(draft, placement))
     _tell(draft, placement, draft.get("layout"))
 
 
@@ -58,14 +60,33 @@ def _cell(draft: PlanDraft, state: str, asked: list[str] | None, preset: tuple[s
     return tuple(axis for axis in AXES if axis in asked)
 
 
+def _prefetch(draft: PlanDraft, placement: Placement) -> int:
+    """Units gathered ahead: as asked, or fewer where max_gathered has no room for the root, the unit at work and all of those."""
+    config = draft.config.zero
+    if not placement.parameters or draft.get("layout").size(placement.parameters) == 1 or config.max_gathered is None:
+        return max(0, config.prefetch)
+    root, block = draft.block_bytes(draft.get("precision").compute)
+    room = max(0, (config.max_gathered - root) // max(1, block) - 1)
+    if config.max_gathered < root + block:
+        reason = (
+            f"{config.max_gathered} bytes don't hold what is used at once: {root} outside the blocks and {block} of one block."
+        )
+        draft.problem(Problem("zero.max_gathered", reason, f"Give at least {root + block}, or drop it."))
+    if room < config.prefetch:
+        draft.effect("zero.prefetch", config.prefetch, room, f"zero.max_gathered={config.max_gathered} has no room for more")
+    return min(room, max(0, config.prefetch))
+
+
 def _tell(draft: PlanDraft, placement: Placement, layout: Layout) -> None:
     """Manifest lines where a placement comes to less than its name promises."""
     config = draft.config.zero
-    asked = config.preset or f"stage {config.stage}"
+    key, asked = ("zero.preset", config.preset) if config.preset else ("zero.stage", config.stage)
     if placement.optimizer and layout.size(placement.optimizer) == 1:
-        draft.effect("zero", asked, "all states whole", "the axes that would cut them have one rank")
+        draft.effect(key, asked, "all states whole", "the axes that would cut them have one rank")
     elif placement.optimizer == ("shard",) and layout.replicate == 1:
-        draft.effect("zero", asked, "one shard group of all data ranks", "parallel.replicate is 1; zero.shard_size makes groups narrower")
+        draft.effect(
+            key, asked, "one shard group of all data ranks", "parallel.replicate is 1; zero.shard_size makes groups narrower"
+        )
     if placement.parameters and layout.size(placement.parameters) > 1:
         return
     if config.prefetch != ZeroConfig().prefetch:
@@ -89,7 +110,11 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
             reason = f"{state} are cut over {missing}, but the optimizer over {cut} only: it would have no whole shard to update."
             problems.append(Problem(f"zero.{state}", reason, f"Add {missing} to zero.optimizer, or take it out of zero.{state}."))
     if config.prefetch < 0:
-        problems.append(Problem("zero.prefetch", f"{config.prefetch} units can't be gathered ahead.", "Use 0 (none ahead) or more; the default is 1."))
-    if config.max_gathered is not None and config.max_gathered <= 0:
-        problems.append(Problem("zero.max_gathered", f"{config.max_gathered} bytes hold no unit.", "Give a positive number of bytes, or drop it."))
+        problems.append(
+            Problem(
+                "zero.prefetch",
+                f"{config.prefetch} units can't be gathered ahead.",
+                "Use 0 (none ahead) or more; the default is 1.",
+            )
+        )
     return problems

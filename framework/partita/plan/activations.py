@@ -52,7 +52,11 @@ def trace_activations(
 
 def _inputs(module: nn.Module, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
-    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [
+        p.name
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     name = "input_ids" if "input_ids" in names else names[0]
     return {name: ids}
 

@@ -73,7 +73,9 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
     """
     described = any(getattr(config, name) is not None for name in ("nodes", "devices_per_node", "device"))
     base = _describe(config) if described else _find()
-    values = {name: getattr(config, name) for name in ("memory", "host_memory", "intra_bandwidth", "inter_bandwidth", "file_bandwidth")}
+    values = {
+        name: getattr(config, name) for name in ("memory", "host_memory", "intra_bandwidth", "inter_bandwidth", "file_bandwidth")
+    }
     values = {name: value for name, value in values.items() if value is not None}
     if config.flops is not None:
         values["flops"] = {"bfloat16": config.flops, "float16": config.flops}
@@ -84,11 +86,15 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
 def _describe(config: Any) -> Cluster:
     """A cluster that need not be there."""
     here = _find()
-    name = config.device or (here.device if here.accelerator else "h100" if (config.nodes or 1) * (config.devices_per_node or 1) > 1 else "cpu")
+    name = config.device or (
+        here.device if here.accelerator else "h100" if (config.nodes or 1) * (config.devices_per_node or 1) > 1 else "cpu"
+    )
     row = name if name in DEVICES else device_row(name)
     if row is None and config.memory is None:
         known = did_you_mean(name, DEVICES)
-        raise ConfigError(f"cluster.device: {name!r} is not in the device table.\n    -> {known} Or give cluster.memory (bytes of one device).")
+        raise ConfigError(
+            f"cluster.device: {name!r} is not in the device table.\n    -> {known} Or give cluster.memory (bytes of one device)."
+        )
     spec = DEVICES[row] if row else DEVICES["cpu"]
     is_cpu = row == "cpu"
     return Cluster(
@@ -141,7 +147,9 @@ def _ranks(base: Cluster, launch: Any) -> tuple[int | None, str]:
     if launch.ranks != "auto":
         if isinstance(launch.ranks, int) and launch.ranks >= 1:
             return launch.ranks, "launch.ranks"
-        raise ConfigError(f"launch.ranks: {launch.ranks!r} is no positive whole number.\n    -> Give a count of at least 1, or auto.")
+        raise ConfigError(
+            f"launch.ranks: {launch.ranks!r} is no positive whole number.\n    -> Give a count of at least 1, or auto."
+        )
     if base.accelerator or base.described:
         source = "cluster" if base.described else f"{base.devices_per_node} accelerators found"
         return base.nodes * base.devices_per_node, source

@@ -24,7 +24,8 @@ class PlanDraft:
     """What `partita_decide`, `partita_check` and `partita_estimate` are given.
 
     config: plain dataclasses, one attribute for each node. owners: section -> plug-in that may write it; a section without an owner in
-    it is open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it.
+    it is open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it. optimizer_states: names of the
+    states that the update rule keeps, each as long as the weights. cache: for what is costly to find out (traces of the model).
     """
 
     config: Any
@@ -32,11 +33,12 @@ class PlanDraft:
     cluster: Cluster
     owners: Mapping[str, str] = field(default_factory=dict)
     owner: str = ""
-    states: Mapping[str, str] = field(default_factory=dict)  # optimizer state -> dtype, or `` for precision.optimizer
+    optimizer_states: tuple[str, ...] = ()
     sections: dict[str, Any] = field(default_factory=dict)
     extensions: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def get(self, section: str) -> Any:
         """The section's value as decided so far, or its default."""
@@ -48,12 +50,16 @@ class PlanDraft:
         self._known(section)
         owner = self.owners.get(section, self.owner)
         if owner != self.owner:
-            raise PluginError(f"plug-in {self.owner!r} wrote plan section {section!r}, which {owner!r} owns; block one of the two.")
+            raise PluginError(
+                f"plug-in {self.owner!r} wrote plan section {section!r}, which {owner!r} owns; block one of the two."
+            )
         if section in self.sections:
             raise PluginError(f"plug-in {self.owner!r} wrote plan section {section!r} twice; a section is decided once.")
         wanted = type(getattr(DEFAULT, section))
         if not isinstance(value, wanted):
-            raise PluginError(f"plug-in {self.owner!r} wrote a {type(value).__name__} into plan section {section!r}; it takes a {wanted.__name__}.")
+            raise PluginError(
+                f"plug-in {self.owner!r} wrote a {type(value).__name__} into plan section {section!r}; it takes a {wanted.__name__}."
+            )
         self.sections[section] = value
 
     def extend(self, name: str, value: Any) -> None:
@@ -82,10 +88,17 @@ class PlanDraft:
 
     def unit_input_bytes(self, plan: Plan) -> int:
         """Bytes of the largest input of a block for one micro-batch: what recompute keeps and a pipeline sends."""
-        from partita.plan.memory import unit_activations
+        from partita.plan.memory import trace
 
-        units = unit_activations(self, plan)
-        return max((units[b].input for b in self.model.blocks if b in units), default=0)
+        return max((unit.input for unit in trace(self, plan).units.values()), default=0)
+
+    def block_bytes(self, dtype: str) -> tuple[int, int]:
+        """Bytes of the root and of the largest block when their weights are whole, in the dtype of that name."""
+        from partita.state.layout import size_of
+
+        root = sum(u.numel for u in self.model.units if u.name == self.model.root)
+        block = max((u.numel for u in self.model.units if u.name != self.model.root), default=0)
+        return root * size_of(dtype), block * size_of(dtype)
 
     def _known(self, section: str) -> None:
         if section not in SECTIONS:

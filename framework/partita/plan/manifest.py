@@ -33,11 +33,13 @@ class Manifest:
 
     def differences(self) -> list[Line]:
         """The lines a user must know of: what was written out and is not in effect as written (`auto` asks for an answer, so it has one)."""
-        return [line for line in self.lines if line.differs and line.asked not in ("auto", None)]
+        return [line for line in self.lines if line.differs and line.asked not in ("auto", None, [])]
 
     def as_list(self) -> list[dict[str, Any]]:
         """For manifest.yaml and the tracker."""
-        return [{"key": x.key, "asked": x.asked, "in_effect": x.got, **({"why": x.reason} if x.reason else {})} for x in self.lines]
+        return [
+            {"key": x.key, "asked": x.asked, "in_effect": x.got, **({"why": x.reason} if x.reason else {})} for x in self.lines
+        ]
 
 
 def make_manifest(config: Any, effects: Sequence[Line]) -> Manifest:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = "root"
+from partita.state.units import ROOT, bind_parameters, find_units
 
 
 @dataclass(frozen=True)
@@ -129,59 +129,15 @@ def _embedding_names(module: nn.Module) -> set[str]:
 def inspect_model(module: nn.Module) -> ModelSpec:
     """The spec of a module, on meta or not. Nothing is computed and no memory is touched.
 
-    Units are what `module.partita_units()` names; else the children of the outermost ModuleLists and Sequentials that hold the most
-    parameters. Whatever lies outside (embeddings, last norm, head) is unit `root`. A parameter shared by two units belongs to the root.
+    Units are those that the engine uses (partita.state.units). Whatever lies outside (embeddings, last norm, head) is unit `root`, and
+    so is a parameter that two units share.
     """
     units = [name for name, _ in find_units(module)]
-    parameters = tuple(_parameters(module, units))
+    parameters = tuple(
+        ParameterSpec(b.name, tuple(b.parameter.shape), b.parameter.dtype, b.parameter.requires_grad, b.unit, b.aliases)
+        for b in bind_parameters(module)
+    )
     return ModelSpec(parameters, tuple(_buffers(module)), _units(parameters, units), module=module)
-
-
-def find_units(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name as in named_modules, module) of each unit but the root, in order of appearance."""
-    own = getattr(module, "partita_units", None)
-    if callable(own):
-        return list(own())
-    groups = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and name]
-    if isinstance(module, nn.Sequential):
-        groups = [("", module)]
-    outermost = [(n, m) for n, m in groups if not any(n.startswith(o + ".") for o, _ in groups if o != n)]
-    sizes = {name: _size(m) for name, m in outermost}
-    chosen = [(n, m) for n, m in outermost if sizes[n] and 2 * sizes[n] >= max(sizes.values())]
-    return [(f"{name}.{child}" if name else child, block) for name, m in chosen for child, block in m.named_children() if _size(block)]
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _parameters(module: nn.Module, units: list[str]) -> Iterator[ParameterSpec]:
-    names: dict[int, list[str]] = {}
-    unique: dict[int, nn.Parameter] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-        unique[id(p)] = p
-    owner = _Owners(units)
-    for key, p in unique.items():
-        homes = {owner.of(name) for name in names[key]}
-        unit = homes.pop() if len(homes) == 1 else ROOT
-        first, *aliases = names[key]
-        yield ParameterSpec(first, tuple(p.shape), p.dtype, p.requires_grad, unit, tuple(aliases))
-
-
-class _Owners:
-    """Which unit a parameter name lies in; by dictionary, so that thousands of parameters cost nothing."""
-
-    def __init__(self, units: list[str]) -> None:
-        self._units = set(units)
-
-    def of(self, name: str) -> str:
-        """The innermost unit that is a prefix of the name, or root."""
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if name in self._units:
-                return name
-        return ROOT
 
 
 def _buffers(module: nn.Module) -> Iterator[BufferSpec]:

@@ -1,0 +1,135 @@
+"""What the core checks of every plan: that this version can carry it out, and that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from partita.plan.draft import PlanDraft
+from partita.plan.estimate import MEMORY, memory_total
+from partita.plan.memory import words
+from partita.plan.plan import AXES, Plan, Tier
+from partita.plan.problems import Problem
+from partita.plugin.types import Cost
+
+# Share of a device that a plan may fill by prediction: allocator, collectives and kernels want some too (5 to 10 %).
+USABLE = 0.95
+
+Capabilities = Mapping[str, frozenset[str]]
+
+
+def check_capabilities(plan: Plan, able: Capabilities) -> list[Problem]:
+    """A problem for everything in the plan that this version can't carry out."""
+    return [*_check_layout(plan, able), *_check_placement(plan, able), *_check_tiers(plan, able), *_check_rest(plan, able)]
+
+
+def _missing(key: str, what: str, remedy: str) -> Problem:
+    return Problem(key, f"{what} is not in this version.", remedy)
+
+
+def _check_layout(plan: Plan, able: Capabilities) -> list[Problem]:
+    names = {"pipeline": "pipeline", "context": "context", "tensor": "tensor", "expert": "expert"}
+    problems = []
+    for axis in (*AXES, "expert"):
+        degree = getattr(plan.layout, axis)
+        if degree > 1 and axis not in able["axes"]:
+            what = f"{names.get(axis, axis)} parallelism ({degree} ranks)"
+            problems.append(_missing(f"parallel.{axis}", what, f"Set parallel.{axis}=1; the ranks go to parallel.data."))
+    # a schedule without its axis has been told of already
+    if plan.schedule.name not in able["schedules"] and "pipeline" in able["axes"]:
+        remedy = "Use " + _options(able["schedules"]) + "."
+        problems.append(_missing("parallel.schedule", f"schedule {plan.schedule.name!r}", remedy))
+    return problems
+
+
+def _check_placement(plan: Plan, able: Capabilities) -> list[Problem]:
+    problems = []
+    placement = plan.placement
+    for state in ("parameters", "gradients", "optimizer"):
+        axes = getattr(placement, state)
+        strange = [a for a in axes if a not in able["placement_axes"]]
+        if strange:
+            remedy = f"Use axes out of {_options(able['placement_axes'])}."
+            problems.append(_missing(f"zero.{state}", f"cutting {state} over {', '.join(strange)}", remedy))
+        narrower = axes and axes != placement.optimizer and plan.layout.size(axes) != plan.layout.size(placement.optimizer)
+        if narrower and set(axes) <= set(placement.optimizer) and "narrower" not in able.get("placements", frozenset()):
+            what = f"cutting {state} over {list(axes)} while the optimizer is cut over {list(placement.optimizer)}"
+            problems.append(
+                _missing(
+                    f"zero.{state}", what, f"Cut both alike (zero.stage=3, zero.preset=hsdp), or not at all: zero.{state}=[]."
+                )
+            )
+    return problems
+
+
+def _check_tiers(plan: Plan, able: Capabilities) -> list[Problem]:
+    problems = []
+    for state in ("parameters", "gradients", "optimizer", "activations"):
+        tier: Tier = getattr(plan.tiers, state)
+        if tier.place not in able["tiers"]:
+            what = f"keeping {state} on tier {tier.place!r}"
+            problems.append(
+                _missing(f"offload.{state}", what, f"Set offload.{state}=none; a higher zero.stage saves memory too.")
+            )
+    return problems
+
+
+def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
+    problems = []
+    decisions = {plan.activations.default, *(d for _, d in plan.activations.units)}
+    for decision in sorted(decisions - able["activations"]):
+        what = f"recompute by {decision}"
+        problems.append(_missing("recompute.policy", what, "Use recompute=full or recompute=selective."))
+    wires = {"gradient_reduce": "wire_formats", "parameter_gather": "gather_formats", "expert_dispatch": "gather_formats"}
+    for purpose, ability in wires.items():
+        wire = getattr(plan.collectives, purpose)
+        key = f"compression.{purpose}"
+        if wire.format not in able[ability]:
+            problems.append(_missing(key, f"{wire.format!r} on the wire", f"Use {_options(able[ability])}."))
+        if wire.algorithm not in able["algorithms"]:
+            problems.append(_missing(key, f"the {wire.algorithm} algorithm", f"Use {_options(able['algorithms'])}."))
+    return problems
+
+
+def _options(names: Iterable[str]) -> str:
+    return " or ".join(sorted(names))
+
+
+# ------------------------------------------------------------------ memory
+
+
+def check_memory(plan: Plan, draft: PlanDraft, costs: list[Cost]) -> list[Problem]:
+    """A problem where the fullest rank is predicted to need more than it has."""
+    capacity = draft.cluster.capacity(plan.layout.world)
+    need = memory_total(costs)
+    if capacity is None or need <= capacity * USABLE:
+        return []
+    shares: dict[str, int] = {}
+    for cost in costs:
+        if cost.category in MEMORY and cost.place == "accelerator" and cost.bytes:
+            shares[cost.category] = shares.get(cost.category, 0) + cost.bytes
+    by_size = sorted(shares.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {words(size)}" for name, size in by_size)
+    whose = draft.cluster.device if draft.cluster.accelerator else "a rank's share of this machine"
+    reason = f"each rank needs {words(need)} ({parts}), and {USABLE:.0%} of {whose} is {words(capacity * USABLE)}."
+    return [Problem(_memory_key(by_size[0][0]), reason, _memory_remedy(plan, by_size[0][0]))]
+
+
+def _memory_key(category: str) -> str:
+    return "train.micro_batch" if category == "activations" else "zero.stage"
+
+
+def _memory_remedy(plan: Plan, largest: str) -> str:
+    """What to change first, for the category that is largest."""
+    ways = []
+    if largest == "activations":
+        if plan.schedule.micro_batch > 1:
+            ways.append(f"train.micro_batch={max(1, plan.schedule.micro_batch // 2)}")
+        if plan.activations.default == "keep":
+            ways.append("recompute=full")
+    if plan.layout.data > 1 and not plan.placement.parameters:
+        ways.append("zero.stage=3" if plan.placement.optimizer else "zero.stage=1, 2 or 3")
+    if plan.precision.compute == "float32":
+        ways.append("precision=bf16")
+    if plan.placement.parameters or plan.layout.data == 1:
+        ways.append("more ranks with zero.stage=3")
+    return "Try " + ", or ".join([*ways, "a smaller model"]) + "."

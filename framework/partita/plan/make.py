@@ -1,0 +1,114 @@
+"""From a config to a plan: inspect, decide, check, estimate. Needs no device and no process group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from partita.errors import ConfigError
+from partita.plan.check import check_capabilities, check_memory
+from partita.plan.cluster import Cluster, find_cluster
+from partita.plan.draft import PlanDraft
+from partita.plan.estimate import estimate_plan
+from partita.plan.manifest import Manifest, make_manifest
+from partita.plan.memory import trace
+from partita.plan.model_spec import ModelSpec, inspect_model
+from partita.plan.plan import SECTIONS, Plan
+from partita.plan.problems import Problem, render
+from partita.plugin.types import Cost
+from partita.state.capabilities import CAPABILITIES
+
+
+@dataclass
+class Planned:
+    """A plan with what is known about it. problems: all of them; a plan with problems can be shown, not run."""
+
+    plan: Plan
+    draft: PlanDraft
+    manifest: Manifest
+    costs: list[Cost]
+    problems: list[Problem]
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that was planned for."""
+        return self.draft.model
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine that was planned for."""
+        return self.draft.cluster
+
+    def raise_problems(self) -> None:
+        """ConfigError with all problems, if there are any."""
+        if self.problems:
+            raise ConfigError(render(self.problems))
+
+    def save(self, folder: Path) -> None:
+        """Write plan.yaml and manifest.yaml, each complete or not at all."""
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "plan.yaml", {**plan_dict(self.plan), "costs": [asdict(c) for c in self.costs]})
+        _write(folder / "manifest.yaml", self.manifest.as_list())
+
+
+def make_plan(config: Any, registry: Any) -> Planned:
+    """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
+
+    Problems are collected, not raised. Raises ConfigError where no plan can be shown at all: an unknown device, a model that can't be
+    built; PluginError for a name that no plug-in provides.
+    """
+    cluster = find_cluster(config.cluster, config.launch)
+    model = inspect_model(build_on_meta(config, registry))
+    rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
+    draft = PlanDraft(config, model, cluster, registry.section_owners(), optimizer_states=tuple(rule.states()))
+    if cluster.described and config.cluster.device is None:
+        draft.effect("cluster.device", None, cluster.device, "no device was named")
+    registry.decide(draft)
+    plan = draft.freeze()
+    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES)]
+    costs = [*estimate_plan(draft, plan), *registry.estimate(plan, draft)]
+    problems += check_memory(plan, draft, costs)
+    traced = trace(draft, plan)
+    if traced.reason:
+        draft.effect("plan.activations", "traced", "not traced", f"the model does not run on the meta device: {traced.reason}")
+    return Planned(plan, draft, make_manifest(config, draft.lines), costs, list(dict.fromkeys(problems)))
+
+
+def build_on_meta(config: Any, registry: Any) -> torch.nn.Module:
+    """The model without memory. Sizes that the builder refuses become a ConfigError that names the node."""
+    from partita.data.tokenizer import vocab_size
+
+    builder = registry.provide("model", config.model.name)
+    try:
+        with torch.device("meta"):
+            module: torch.nn.Module = builder(config, vocab_size(config))
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"model: {config.model.name!r} can't be built: {error}\n    -> Change the sizes under model.*."
+        ) from error
+    return module.train()
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Plain values of all sections and extensions, for YAML and trackers."""
+    sections = {name: _plain(asdict(getattr(plan, name))) for name in SECTIONS}
+    return {**sections, "extensions": _plain(dict(plan.extensions))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(yaml.safe_dump(_plain(value), sort_keys=False))
+    os.replace(partial, path)

@@ -1,0 +1,142 @@
+"""Bytes on the fullest rank. States are exact: they come from the layout that the engine allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from partita.plan.activations import Trace, UnitActivations, trace_activations
+from partita.plan.draft import PlanDraft
+from partita.plan.model_spec import ModelSpec, ParameterSpec
+from partita.plan.plan import Layout, Plan
+from partita.state.layout import StateLayout, build_layout, dtype_of, size_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The parameters of one rank before the data axes cut them."""
+
+    parameters: tuple[ParameterSpec, ...]
+
+
+def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
+    """Names of the units of each pipeline stage. The root (embedding and head) counts on the first one."""
+    cuts = [0, *layout.stage_cuts, len(model.units)]
+    return [[u.name for u in model.units[lo:hi]] for lo, hi in zip(cuts, cuts[1:])]
+
+
+def _part(model: ModelSpec, layout: Layout, units: list[str]) -> _Part:
+    """What one rank of a stage has. Tensor parallelism cuts matrices; vectors are on every rank."""
+    return _Part(tuple(_cut(p, layout.tensor) for p in model.parameters if p.unit in set(units)))
+
+
+def _cut(p: ParameterSpec, tensor: int) -> ParameterSpec:
+    if tensor == 1 or len(p.shape) < 2:
+        return p
+    return replace(p, shape=(-(-p.shape[0] // tensor), *p.shape[1:]))
+
+
+def state_layouts(draft: PlanDraft, plan: Plan) -> Iterator[StateLayout]:
+    """The layout of each pipeline stage."""
+    states = dict.fromkeys(draft.optimizer_states, plan.precision.optimizer)
+    for units in stage_units(draft.model, plan.layout):
+        yield build_layout(_part(draft.model, plan.layout, units), plan, states, draft.config.optimizer)
+
+
+def state_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer at rest on a rank of the fullest stage, padding included."""
+    return max((layout_bytes(layout) for layout in state_layouts(draft, plan)), key=lambda b: sum(b.values()))
+
+
+def layout_bytes(layout: StateLayout) -> dict[str, int]:
+    """`layout.bytes()`, and the same where weights or gradients are cut over fewer axes than the optimizer."""
+    total, placement, mesh = layout.bytes(), layout.placement, layout.layout
+    if placement.parameters and placement.parameters != placement.optimizer:
+        width = size_of(layout.precision.compute)
+        total["parameters"] = sum(b.padded // mesh.size(placement.parameters) * width for b in layout.buckets)
+    if placement.gradients and placement.gradients != placement.optimizer:
+        width = size_of(layout.precision.gradient)
+        total["gradients"] = sum(b.padded // mesh.size(placement.gradients) * width for b in layout.buckets if b.trainable)
+    return total
+
+
+def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
+    """What a rank holds for a moment: weights of the units that are gathered, gradients that are being reduced."""
+    layout, placement = plan.layout, plan.placement
+    root, block = (size // layout.tensor for size in draft.block_bytes(plan.precision.compute))
+    found = {}
+    if layout.size(placement.parameters) > 1:
+        ahead = min(1 + int(plan.extensions.get("prefetch", 1)), max(1, len(draft.model.blocks)))
+        found["weights gathered"] = root + ahead * block
+    if layout.size(placement.optimizer) > 1 and placement.gradients:
+        scale = size_of(plan.precision.compute)
+        whole = next(state_layouts(draft, plan)).gradient_dtype.itemsize
+        found["gradients being reduced"] = (root + 2 * block) * whole // scale
+    return found
+
+
+def trace(draft: PlanDraft, plan: Plan) -> Trace:
+    """Activations of one micro-batch by unit, as a rank computes them if nothing is recomputed. Traced once for each setting."""
+    sequence = -(-draft.config.data.sequence // plan.layout.context)
+    key = ("trace", plan.schedule.micro_batch, sequence, plan.precision.compute, plan.activations.patterns)
+    if key not in draft.cache:
+        draft.cache[key] = _trace(draft.model, plan, (plan.schedule.micro_batch, sequence))
+    return draft.cache[key]
+
+
+def _trace(model: ModelSpec, plan: Plan, shape: tuple[int, int]) -> Trace:
+    dtype = dtype_of(plan.precision.compute)
+    matched = model.matching_modules(plan.activations.patterns) if plan.activations.patterns else []
+    traced = trace_activations(model.module, model.blocks, model.root, shape, dtype, matched)
+    own = getattr(model.module, "activation_bytes", None)
+    if traced.reason and callable(own):
+        sizes: dict[str, int] = own(*shape, dtype.itemsize)
+        return Trace({name: UnitActivations(kept=size) for name, size in sizes.items()}, reason=traced.reason)
+    return traced
+
+
+def activation_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
+    """What a rank keeps for backward, what recompute and the loss need on top; empty where the model can't be traced."""
+    found = trace(draft, plan)
+    if not found.units:
+        return {}
+    layout, schedule = plan.layout, plan.schedule
+    # the first stage has the most micro-batches on their way (1F1B)
+    in_flight = min(layout.pipeline, schedule.micro_batches)
+    kept = max(sum(_kept(found.units, plan, u) for u in units) for units in stage_units(draft.model, layout))
+    kept += 0 if any(u.name == draft.model.root for u in draft.model.units) else _kept(found.units, plan, draft.model.root)
+    total = {"kept for backward": kept * in_flight // layout.tensor}
+    again = max((_again(found.units, plan, u) for u in draft.model.blocks), default=0)
+    if again:
+        total["recomputed, one block"] = again // layout.tensor
+    width = size_of(plan.precision.compute)
+    # logits and their gradient as computed, and log-probabilities (and a copy to make them from) in float32
+    per_logit = 2 * width + 4 + (4 if width < 4 else 0)
+    total["logits and loss"] = found.output_numel * per_logit // layout.tensor
+    return {name: size for name, size in total.items() if size}
+
+
+def _kept(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
+    unit = units.get(name, UnitActivations())
+    match plan.activations.of(name):
+        case "full" if unit.input:
+            return unit.input
+        case "selective":
+            return unit.kept - unit.matched + unit.matched_input
+    return unit.kept
+
+
+def _again(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
+    unit = units.get(name, UnitActivations())
+    return {"full": unit.kept, "selective": unit.matched}.get(plan.activations.of(name), 0)
+
+
+def words(size: float) -> str:
+    """Bytes in the unit that makes a number between 1 and 1024, e.g. `1.50 GiB`."""
+    value: Any = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
