@@ -138,11 +138,8 @@ def test_mistakes(config, options, objective, message):
 
 
 def test_packing_needs_ends_or_an_index():
-    class NoEnd(BytesTokenizer):
-        eos = None  # type: ignore[assignment]
-
     with pytest.raises(ConfigError, match=r"data\.pack: nothing tells where the documents of f end"):
-        Cutter(Corpus(np.arange(9), None, "f", "x"), NoEnd(), 4, 260, pack=True)
+        Cutter(Corpus(np.arange(9), None, "f", "x"), IdsTokenizer(260), 4, 260, pack=True)
 
 
 def test_no_validation_means_no_batches(tmp_path, config):

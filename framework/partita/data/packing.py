@@ -7,7 +7,6 @@ predicted exactly once. A masked corpus reads [j T, j T + T - 1].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,8 +127,3 @@ def restart(documents: Block) -> Block:
     begins = np.zeros_like(documents, dtype=bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return columns - np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
-
-
-def describe(batch: Batch) -> dict[str, Any]:
-    """Shapes of a batch and how many labels it counts; for logs and debugging."""
-    return {"counted": int((batch["labels"] != IGNORED).sum()), **{name: tuple(value.shape) for name, value in batch.items()}}

@@ -40,12 +40,13 @@ class Prefetch(Generic[T]):
             self.close()
             raise StopIteration
         number, future = self._ahead.popleft()
-        self._submit()
         try:
-            return number, future.result()
+            result = future.result()
         except BaseException:
             self.close()
             raise
+        self._submit()  # after the wait: the woken thread would compete with this one for the interpreter
+        return number, result
 
     def _submit(self) -> None:
         if self._pool is not None and (self._last is None or self._next <= self._last):

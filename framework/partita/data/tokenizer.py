@@ -74,24 +74,25 @@ class BytesTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special ones are left out, broken UTF-8 is shown as U+FFFD."""
-        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+        values = np.asarray(ids, dtype=np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class IdsTokenizer:
-    """For token files without their tokenizer: text is the ids themselves, in decimal. The last id ends a document."""
+    """For token files without their tokenizer: text is the ids themselves, in decimal. None of them is known to be special."""
 
+    eos = None
     mask = None
+    special = ()
 
     def __init__(self, vocab: int) -> None:
         self.vocab_size = vocab
-        self.eos = vocab - 1
-        self.special = (self.eos,)
         self.fingerprint = f"ids-{vocab}"
 
     def encode(self, text: str) -> Ids:
-        """The integers below the vocabulary size that stand in the text."""
+        """The integers below the vocabulary size in the text; id 0 where there are none, so that any text is a prompt."""
         found = (int(word) for word in re.findall(r"\d+", text))
-        return np.array([i for i in found if i < self.vocab_size], dtype=np.int64)
+        return np.array([i for i in found if i < self.vocab_size] or [0], dtype=np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of many texts."""
