@@ -48,7 +48,7 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """float16 on the wire overflows at 65504, which gradients reach unless a loss scale watches them."""
     scaled = plan.precision.loss_scale is not None
     if plan.collectives.gradient_reduce.format == "float16" and plan.precision.compute != "float16" and not scaled:
-        reason = "gradients in float16 on the wire overflow above 65504, and no loss scale would notice (precision.compute is not float16)."
+        reason = "gradients in float16 on the wire overflow above 65504, and no loss scale would notice (compute is not float16)."
         return [
             Problem(
                 "compression.gradient_reduce",

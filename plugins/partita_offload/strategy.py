@@ -76,7 +76,7 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
 
 @hookimpl
 def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
-    """Bytes that cross to the tier and back in one step: what is read is written again, except weights, which are read for both passes."""
+    """Bytes that cross to the tier and back in one step: what is read is written again, weights are read for each pass."""
     states = draft.state_bytes(plan)
     passes = {"parameters": 2 * plan.schedule.micro_batches, "gradients": 2, "optimizer": 2}
     costs = []

@@ -1,4 +1,4 @@
-"""Solves the batch: global_batch = data x micro_batch x micro_batches. Any two of the last three give the third; nothing is rounded."""
+"""Solves the batch: global_batch = data x micro_batch x micro_batches. What is left on auto follows; nothing is ever rounded."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Degrees:
     problems: list[Problem] = field(default_factory=list)
 
     def solve(self, cluster: Cluster) -> Layout:
-        """The layout. Where the numbers contradict each other the problems say so, and the layout is the nearest one that can be shown."""
+        """The layout. Where numbers contradict each other the problems say so, and the layout can still be shown."""
         inner = {axis: self.asked[axis] or 1 for axis in INNER}
         others = math.prod(inner.values())
         data = self._data(cluster, others)
@@ -112,7 +112,7 @@ def _divisors_text(key: str, number: int) -> str:
 
 
 def read_degrees(config: Any, zero: Any, global_batch: int) -> Degrees:
-    """Degrees from the node `parallel` and, if there is one, the node `zero`. What is no positive count is a problem, and counts as auto."""
+    """Degrees from the node `parallel` and, if there is one, the node `zero`. No positive count: a problem, and auto."""
     problems: list[Problem] = []
     asked: dict[str, int | None] = {}
     for axis in ("data", "replicate", "shard", *INNER, "expert"):

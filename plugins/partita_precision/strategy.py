@@ -12,7 +12,7 @@ from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
 from partita_precision.config import LossScaleConfig, PrecisionConfig
 
-# Rows by name. Weights, moments and sums over micro-batches stay in float32: bfloat16 sums stop growing at 256 (8 bits of mantissa).
+# Rows by name. Weights, moments and sums over micro-batches stay in float32: bfloat16 sums of ones stop growing at 256.
 ROWS: dict[str, Precision] = {
     "fp32": Precision(),
     "bf16": Precision(compute="bfloat16", reduce="bfloat16"),

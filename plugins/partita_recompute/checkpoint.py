@@ -14,7 +14,7 @@ from partita.plan.plan import Activations
 
 
 def recompute(model: nn.Module, activations: Activations) -> nn.Module:
-    """Make the chosen modules keep their inputs only. The model is changed in place; names, hooks and weights stay as they are."""
+    """Make the chosen modules keep their inputs only. The model is changed in place; names, hooks and weights stay."""
     for name in chosen(model, activations):
         module = model.get_submodule(name)
         module.forward = checkpointed(module.forward)  # type: ignore[method-assign]

@@ -38,6 +38,8 @@ def partita_decide(draft: PlanDraft) -> None:
         patterns = tuple(config.patterns) or SELECTIVE
         if not config.patterns:
             draft.effect("recompute.patterns", [], list(patterns), "default of selective")
+    if config.policy == "full" and not draft.model.blocks:
+        draft.effect("recompute.policy", "full", "none", "the model has no blocks to recompute")
     draft.write("activations", Activations(default=POLICIES.get(config.policy, "keep"), patterns=patterns))
 
 

@@ -15,8 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass
 class UnitActivations:
-    """Bytes of one micro-batch. kept: what autograd saves in the unit. input: its tensor inputs. matched: the part of kept that lies in
-    modules that are recomputed selectively. matched_input: what has to be kept to recompute those."""
+    """Bytes of one micro-batch.
+
+    kept: what autograd saves in the unit. input: its tensor inputs. matched: the part of kept that lies in modules which are
+    recomputed selectively. matched_input: what has to be kept to recompute those.
+    """
 
     kept: int = 0
     input: int = 0
@@ -38,8 +41,8 @@ def trace_activations(
 ) -> Trace:
     """Run one forward pass on meta with token ids of `shape` (batch, sequence), and count what autograd saves.
 
-    Each saved storage counts once, in the unit that saved it first; parameters and buffers don't count. Floating-point tensors count as
-    `dtype`, in which the run will compute. A model that can't run on meta gives a Trace with a reason and no numbers.
+    Each saved storage counts once, in the unit that saved it first; parameters and buffers don't count. Floating-point tensors
+    count as `dtype`, in which the run will compute. A model that can't run on meta gives a Trace with a reason and no numbers.
     """
     recorder = _Recorder(module, list(units), root, dtype, set(matched))
     try:

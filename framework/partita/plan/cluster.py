@@ -17,8 +17,9 @@ from partita.plan.plan import AXES, Layout
 class Cluster:
     """nodes x devices_per_node devices.
 
-    device: row of the device table, or what the driver reports. memory: bytes of one device; None on a CPU, where ranks share host_memory
-    (bytes of one node). flops: FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of one device, one direction.
+    device: row of the device table, or what the driver reports. memory: bytes of one device; None on a CPU, where ranks share
+    host_memory (bytes of one node). flops: FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of one
+    device, one direction.
     ranks: processes; None means flexible: as many as the layout asks for. ranks_from: where that number comes from.
     """
 
@@ -38,7 +39,7 @@ class Cluster:
     described: bool = False
 
     def link(self, layout: Layout, axes: tuple[str, ...]) -> str:
-        """`intra` if ranks that differ along `axes` only share a node, else `inter`. Neighbours on inner axes are neighbours in a node."""
+        """`intra` if ranks that differ only along `axes` share a node, else `inter`. Inner axes are neighbours in a node."""
         stride, reach = 1, 1
         for axis in reversed(AXES):
             stride *= getattr(layout, axis)

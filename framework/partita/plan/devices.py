@@ -9,8 +9,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """memory: bytes. flops: dense FLOP/s by compute dtype. intra, inter: bytes/s inside a node and between nodes. per_node: as usually built.
+    """One row.
 
+    memory: bytes. flops: dense FLOP/s by compute dtype. intra, inter: bytes/s inside and between nodes. per_node: as usual.
     matches: words of the name that a driver reports, all of which must be there.
     """
 

@@ -23,8 +23,8 @@ DEFAULT = Plan()
 class PlanDraft:
     """What `partita_decide`, `partita_check` and `partita_estimate` are given.
 
-    config: plain dataclasses, one attribute for each node. owners: section -> plug-in that may write it; a section without an owner in
-    it is open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it. optimizer_states: names of the
+    config: plain dataclasses, one attribute for each node. owners: section -> plug-in that may write it; a section not in it is
+    open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it. optimizer_states: names of the
     states that the update rule keeps, each as long as the weights. cache: for what is costly to find out (traces of the model).
     """
 
@@ -58,7 +58,8 @@ class PlanDraft:
         wanted = type(getattr(DEFAULT, section))
         if not isinstance(value, wanted):
             raise PluginError(
-                f"plug-in {self.owner!r} wrote a {type(value).__name__} into plan section {section!r}; it takes a {wanted.__name__}."
+                f"plug-in {self.owner!r} wrote a {type(value).__name__} into plan section {section!r}; "
+                f"it takes a {wanted.__name__}."
             )
         self.sections[section] = value
 

@@ -59,7 +59,7 @@ def memory_total(costs: Iterable[Cost], place: str = "accelerator") -> int:
 
 
 def communication_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
-    """What the data axes send in one step from one rank, by ring algorithms: (n - 1) / n of the data for each gather or scatter."""
+    """What the data axes send in one step from one rank, by rings: (n - 1) / n of the data for a gather or scatter."""
     layout, placement, schedule = plan.layout, plan.placement, plan.schedule
     share = layout.pipeline * layout.tensor
     weights = draft.model.numel * size_of(plan.precision.compute) // share

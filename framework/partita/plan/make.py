@@ -59,8 +59,8 @@ class Planned:
 def make_plan(config: Any, registry: Any) -> Planned:
     """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
 
-    Problems are collected, not raised. Raises ConfigError where no plan can be shown at all: an unknown device, a model that can't be
-    built; PluginError for a name that no plug-in provides.
+    Problems are collected, not raised. Raises ConfigError where no plan can be shown (an unknown device, a model that can't be
+    built), and PluginError for a name that no plug-in provides.
     """
     cluster = find_cluster(config.cluster, config.launch)
     model = inspect_model(build_on_meta(config, registry))

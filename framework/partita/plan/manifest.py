@@ -32,7 +32,7 @@ class Manifest:
         return iter(self.lines)
 
     def differences(self) -> list[Line]:
-        """The lines a user must know of: what was written out and is not in effect as written (`auto` asks for an answer, so it has one)."""
+        """The lines a user must know of: what was written out and is not in effect as written (`auto` was not)."""
         return [line for line in self.lines if line.differs and line.asked not in ("auto", None, [])]
 
     def as_list(self) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class Manifest:
 
 
 def make_manifest(config: Any, effects: Sequence[Line]) -> Manifest:
-    """Effects told by the strategies, and every option of `config` that is not its schema's default and that nobody told of otherwise."""
+    """Effects told by the strategies, and every other option of `config` that is not its schema's default."""
     told = {line.key for line in effects}
     asked = [Line(key, value, value) for key, value in set_options(config) if key not in told]
     return Manifest(tuple(sorted([*effects, *asked], key=lambda line: line.key)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from partita.plan.activations import Trace, UnitActivations, trace_activations
@@ -23,7 +24,7 @@ class _Part:
 def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
     """Names of the units of each pipeline stage. The root (embedding and head) counts on the first one."""
     cuts = [0, *layout.stage_cuts, len(model.units)]
-    return [[u.name for u in model.units[lo:hi]] for lo, hi in zip(cuts, cuts[1:])]
+    return [[u.name for u in model.units[lo:hi]] for lo, hi in pairwise(cuts)]
 
 
 def _part(model: ModelSpec, layout: Layout, units: list[str]) -> _Part:

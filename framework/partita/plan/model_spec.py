@@ -88,7 +88,7 @@ class ModelSpec:
     def flops_per_token(self, sequence: int) -> float:
         """FLOPs of forward and backward for one token of a sequence of that length.
 
-        The model's own count where it has one; else 6 for each weight of a matrix (Kaplan et al. 2020, appendix B; attention not counted).
+        The model's own count if any, else 6 for each weight of a matrix, attention left out (Kaplan et al. 2020, appendix B).
         """
         own = getattr(self.module, "flops_per_token", None)
         if callable(own):
@@ -102,7 +102,7 @@ class ModelSpec:
         return sorted({name for _, name in _inner_modules(self)})
 
     def matching_modules(self, patterns: tuple[str, ...]) -> list[str]:
-        """Full names of the outermost modules inside units whose relative name, or last part of it, fits one of the shell patterns."""
+        """Full names of the outermost modules inside units whose relative name, or last part of it, fits a shell pattern."""
         found: list[str] = []
         for unit, name in _inner_modules(self):
             full = f"{unit}.{name}"
@@ -129,8 +129,8 @@ def _embedding_names(module: nn.Module) -> set[str]:
 def inspect_model(module: nn.Module) -> ModelSpec:
     """The spec of a module, on meta or not. Nothing is computed and no memory is touched.
 
-    Units are those that the engine uses (partita.state.units). Whatever lies outside (embeddings, last norm, head) is unit `root`, and
-    so is a parameter that two units share.
+    Units are those that the engine uses (partita.state.units). What lies outside (embeddings, last norm, head) is unit
+    `root`, and so is a parameter that two units share.
     """
     units = [name for name, _ in find_units(module)]
     parameters = tuple(

@@ -1,0 +1,110 @@
+"""Policies, patterns, and what runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planning import Toy
+
+from partita.plan.activations import trace_activations
+from partita.plan.plan import Activations
+from partita_recompute.checkpoint import chosen, recompute
+
+
+@pytest.mark.parametrize(("policy", "default"), [("none", "keep"), ("full", "full"), ("selective", "selective")])
+def test_policies(plan_of, policy, default):
+    planned = plan_of(recompute__policy=policy)
+    assert planned.plan.activations.default == default and not planned.problems
+
+
+def test_budget_is_planned_and_refused(plan_of):
+    (found,) = plan_of(recompute__policy="budget", recompute__budget=1e6).problems
+    assert found.key == "recompute.policy" and "not in this version" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ({"recompute__policy": "ful"}, "recompute.policy", "is no policy"),
+        ({"recompute__patterns": ["mlp"]}, "recompute.patterns", "by recompute.policy=selective only"),
+        ({"recompute__budget": 1.0}, "recompute.budget", "by recompute.policy=budget only"),
+        ({"recompute__policy": "selective", "recompute__patterns": ["atention"]}, "recompute.patterns", "matches 'atention'"),
+    ],
+)
+def test_mistakes(plan_of, overrides, key, words):
+    (found,) = plan_of(**overrides).problems
+    assert found.key == key and words in found.reason and found.remedy
+
+
+def test_nearest_module_name(plan_of):
+    (found,) = plan_of(recompute__policy="selective", recompute__patterns=["atention"]).problems
+    assert "'attention'" in found.remedy
+
+
+def test_model_without_blocks_is_told(plan_of):
+    (line,) = plan_of(recompute__policy="full", model__layers=1).manifest.differences()
+    assert (line.key, line.got) == ("recompute.policy", "none")
+
+
+def test_transform_only_where_something_recomputes(registry, plan_of):
+    assert [t.name for t in registry.transforms(plan_of().plan)] == []
+    assert [t.name for t in registry.transforms(plan_of(recompute__policy="full").plan)] == ["recompute"]
+
+
+def test_chosen_modules():
+    model = Toy(3, 32, 4, 50)
+    assert chosen(model, Activations("full")) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert chosen(model, Activations("keep", units=(("blocks.1", "full"),))) == ["blocks.1"]
+    mixed = Activations("selective", units=(("blocks.0", "full"), ("blocks.2", "keep")), patterns=("mlp",))
+    assert chosen(model, mixed) == ["blocks.0", "blocks.1.mlp"]
+
+
+SETTINGS = [Activations("full"), Activations("selective", patterns=("*attention*", "mlp"))]
+
+
+def saved_on_cpu(model: torch.nn.Module, ids: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """Bytes that autograd keeps, and gradients after a backward pass."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+    alive = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        key = t.untyped_storage().data_ptr()
+        if key not in own and key not in seen:
+            seen[key] = t.untyped_storage().nbytes()
+            alive.append(t.detach())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(ids).square().sum()
+    loss.backward()
+    return sum(seen.values()), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=["full", "selective"])
+def test_gradients_are_the_same_bit_for_bit(setting):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Toy(2, 32, 4, 50)
+    ids = torch.randint(50, (2, 16))
+    _, plain = saved_on_cpu(model, ids)
+    plain = [g.clone() for g in plain]
+    model.zero_grad()
+    _, again = saved_on_cpu(recompute(model, setting), ids)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_forward_without_gradients_is_plain():
+    model = recompute(Toy(2, 32, 4, 50), Activations("full"))
+    with torch.no_grad():
+        assert not model(torch.zeros(1, 4, dtype=torch.int64)).requires_grad
+
+
+def test_estimate_of_full_recompute_is_what_is_kept(plan_of):
+    """Inputs of blocks, and what the root keeps; the traced numbers are checked against the CPU in tests/plan."""
+    planned = plan_of(recompute__policy="full", launch__ranks=1, train__micro_batch=2)
+    with torch.device("meta"):
+        trace = trace_activations(Toy(4, 64, 4, 260), [f"blocks.{i}" for i in range(4)], "root", (2, 32), torch.float32)
+    expected = trace.units["root"].kept + 4 * 2 * 32 * 64 * 4
+    (kept,) = [c.bytes for c in planned.costs if c.what == "kept for backward"]
+    assert kept == expected
