@@ -9,7 +9,9 @@ from torch import nn
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Any, prompt: str, tokens: int, seed: int, temperature: float = 0.8, top_k: int = 50) -> str:
+def generate(
+    model: nn.Module, tokenizer: Any, prompt: str, tokens: int, seed: int, temperature: float = 0.8, top_k: int = 50
+) -> str:
     """`prompt` and at most `tokens` more tokens, drawn from the `top_k` likeliest (Fan et al. 2018); ends at the tokenizer's `eos`."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
