@@ -7,7 +7,7 @@ dataclasses; nothing past that door sees an OmegaConf object.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any
 
 AUTO = "auto"
 
@@ -17,7 +17,7 @@ class RunConfig:
     """Where a run writes and what it is called."""
 
     dir: str = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S-%f}"  # folder of the run; the same folder again resumes it
-    name: Optional[str] = None  # shown in logs and in the tracker; default: the folder's name
+    name: str | None = None  # shown in logs and in the tracker; default: the folder's name
     redo: bool = False  # in a sweep: run jobs again that are already finished
 
 
@@ -25,8 +25,8 @@ class RunConfig:
 class LaunchConfig:
     """How ranks are started."""
 
-    ranks: Union[int, str] = AUTO  # processes; auto: accelerators found, or on a CPU what the layout needs
-    threads: Union[int, str] = AUTO  # compute threads of each rank; auto: cores / ranks
+    ranks: int | str = AUTO  # processes; auto: accelerators found, or on a CPU what the layout needs
+    threads: int | str = AUTO  # compute threads of each rank; auto: cores / ranks
     timeout: float = 600.0  # seconds until a collective that a rank doesn't join is an error
     grace: float = 25.0  # seconds from a signal to the end of the run; a checkpoint is written within them
     log_level: str = "info"  # debug, info, warning, error
@@ -47,17 +47,19 @@ class ModelConfig:
     layers: int = 4  # blocks
     width: int = 256  # hidden size
     heads: int = 8  # attention heads; must divide width
-    kv_heads: Optional[int] = None  # key/value heads (Llama only); default: heads
-    ffn: Optional[int] = None  # inner size of the feed-forward; default: 4 x width (Llama: 8/3 x width, rounded up to 64)
-    vocab: Optional[int] = None  # entries; default: the tokenizer's
-    context: Optional[int] = None  # longest sequence; default: data.sequence
+    kv_heads: int | None = None  # key/value heads (Llama only); default: heads
+    ffn: int | None = None  # inner size of the feed-forward; default: 4 x width (Llama: 8/3 x width, rounded up to 64)
+    vocab: int | None = None  # entries; default: the tokenizer's
+    context: int | None = None  # longest sequence; default: data.sequence
     tie_embeddings: bool = True  # output head shares the input embedding
     dropout: float = 0.0  # probability, on embeddings and on each residual branch
     init_std: float = 0.02  # standard deviation of the normal initial weights (GPT-2)
     rope_base: float = 10000.0  # base of rotary positions (Llama only)
-    path: Optional[str] = None  # hf: folder with config.json (and weights)
+    path: str | None = None  # hf: folder with config.json (and weights)
     weights: str = AUTO  # hf: auto (load where the folder has weights), load, random
-    options: dict[str, Any] = field(default_factory=dict)  # for the model's provider, which checks them; hf: overrides of its config
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # for the model's provider, which checks them; hf: overrides of its config
 
 
 @dataclass
@@ -65,7 +67,7 @@ class DataConfig:
     """A corpus by name of the slot `corpus`, cut into samples of `sequence` tokens."""
 
     name: str = "stdlib"  # stdlib, text, tokens, hf, synthetic, or one that a plug-in provides
-    path: Optional[str] = None  # file, folder or glob (text, tokens, hf)
+    path: str | None = None  # file, folder or glob (text, tokens, hf)
     format: str = AUTO  # tokens: auto, megatron (.bin + .idx), raw (.bin of uint16/uint32)
     dtype: str = AUTO  # tokens, raw: auto (uint16 where vocab < 65536), uint16, uint32, int32
     column: str = "text"  # hf: column with text, or with token ids
@@ -77,8 +79,8 @@ class DataConfig:
     mask: float = 0.15  # masked language models: share of tokens predicted (Devlin et al. 2018)
     shuffle: bool = True  # sample order is a permutation for each epoch that depends on seed and epoch only
     workers: int = 1  # threads that prepare the next batches
-    cache: Optional[str] = None  # folder for tokenized corpora; default: $XDG_CACHE_HOME/partita
-    limit: Optional[int] = None  # bytes of text used at most (stdlib, text); default: 4 MiB for stdlib, else all
+    cache: str | None = None  # folder for tokenized corpora; default: $XDG_CACHE_HOME/partita
+    limit: int | None = None  # bytes of text used at most (stdlib, text); default: 4 MiB for stdlib, else all
 
 
 @dataclass
@@ -87,7 +89,7 @@ class OptimizerGroup:
 
     match: list[str] = field(default_factory=list)
     lr_scale: float = 1.0  # factor on optimizer.lr
-    weight_decay: Optional[float] = None  # default: optimizer.weight_decay
+    weight_decay: float | None = None  # default: optimizer.weight_decay
 
 
 @dataclass
@@ -110,9 +112,9 @@ class LrScheduleConfig:
     """Factor on the learning rate by name of the slot `lr_schedule`."""
 
     name: str = "cosine"  # constant, linear, cosine, wsd, inverse_sqrt
-    warmup: Union[int, float] = 0.05  # steps (int) or share of train.steps (float below 1), linear from 0
+    warmup: int | float = 0.05  # steps (int) or share of train.steps (float below 1), linear from 0
     minimum: float = 0.1  # factor at the end (linear, cosine, wsd)
-    decay: Union[int, float] = 0.2  # wsd: length of the final decay, steps or share
+    decay: int | float = 0.2  # wsd: length of the final decay, steps or share
 
 
 @dataclass
@@ -121,7 +123,7 @@ class TrainConfig:
 
     steps: int = 100  # optimizer updates
     global_batch: int = 16  # sequences of one update, over all ranks and micro-batches
-    micro_batch: Union[int, str] = AUTO  # sequences of one forward pass on a rank; auto: the whole share of a rank, at most 8
+    micro_batch: int | str = AUTO  # sequences of one forward pass on a rank; auto: the whole share of a rank, at most 8
     grad_clip: float = 1.0  # largest global gradient norm (L2); 0: no clipping
     loss: str = AUTO  # name of the slot `loss`; auto: the model's own
     label_smoothing: float = 0.0
@@ -140,7 +142,7 @@ class TrainConfig:
     resume: str = AUTO  # auto (the newest checkpoint in run.dir, if any), never, or a path to a checkpoint
     sample: int = 160  # tokens of the text generated at the end; 0: none
     sample_prompt: str = "def "
-    peak_flops: Optional[float] = None  # FLOP/s of one device in the compute dtype, for MFU; default: the table of known devices
+    peak_flops: float | None = None  # FLOP/s of one device in the compute dtype, for MFU; default: the table of known devices
 
 
 @dataclass
@@ -148,15 +150,15 @@ class ClusterConfig:
     """The machine that a plan is made for. None means: what is found here."""
 
     name: str = AUTO
-    nodes: Optional[int] = None
-    devices_per_node: Optional[int] = None
-    device: Optional[str] = None  # cpu, a100, h100, h200, mi300x, ...: a row of the device table
-    memory: Optional[float] = None  # bytes of one device
-    host_memory: Optional[float] = None  # bytes of one node
-    flops: Optional[float] = None  # dense bf16 FLOP/s of one device
-    intra_bandwidth: Optional[float] = None  # bytes/s of one device inside a node, one direction
-    inter_bandwidth: Optional[float] = None  # bytes/s of one device between nodes, one direction
-    file_bandwidth: Optional[float] = None  # bytes/s of one node's disk
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    device: str | None = None  # cpu, a100, h100, h200, mi300x, ...: a row of the device table
+    memory: float | None = None  # bytes of one device
+    host_memory: float | None = None  # bytes of one node
+    flops: float | None = None  # dense bf16 FLOP/s of one device
+    intra_bandwidth: float | None = None  # bytes/s of one device inside a node, one direction
+    inter_bandwidth: float | None = None  # bytes/s of one device between nodes, one direction
+    file_bandwidth: float | None = None  # bytes/s of one node's disk
 
 
 # name of the node -> schema; the root gets one field for each, and one for each node of a plug-in

@@ -1,0 +1,172 @@
+"""Commands: `partita train | plan | plugins | export`, and what scripts/ call. Imports stay light until a job runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from partita.config.app import report
+from partita.config.command import joined_rank
+from partita.config.compose import hydra_main, registry_for
+from partita.config.job import JobInfo
+from partita.config.plain import to_plain
+from partita.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, PartitaError, did_you_mean
+from partita.plugin.registry import PluginInfo, Registry, block_from_argv
+
+USAGE = """\
+usage: partita COMMAND [ARGUMENTS]
+
+  train    train:            partita train +strategy=zero3 model=llama train.steps=1000
+  plan     show the plan:    partita plan +strategy=zero3 cluster=dgx_h100 cluster.nodes=4
+  plugins  list plug-ins, what each provides, and where it comes from
+  export   write a run's weights for others:  partita export RUN_FOLDER OUT_FOLDER
+
+`partita train --help` lists config groups and keys; -m runs a sweep; --cfg job shows a config without running it.
+"""
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """Train what the command line says; returns the exit status."""
+    return hydra_main(train_job, argv=argv, app="train")
+
+
+def plan(argv: Sequence[str] | None = None) -> int:
+    """Show the plan of a command line, for this machine or for a described cluster; starts nothing and writes nothing."""
+    return hydra_main(plan_job, argv=argv, app="plan", folder=False)
+
+
+def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
+    """One run: plan, show, refuse what can't be run, start the ranks. Returns rank 0's summary."""
+    from partita.plan.make import make_plan
+    from partita.plan.table import print_plan
+    from partita.runtime.launch import launch
+    from partita.runtime.spec import RunSpec
+    from partita.train.run import worker
+
+    registry = registry_for(tuple(config.plugins.block))
+    planned = make_plan(config, registry)
+    first = joined_rank() in (None, 0)
+    if first and not planned.problems:
+        print_plan(planned)
+    planned.raise_problems()
+    plain = to_plain(config)
+    if first:
+        planned.save(info.dir)
+        write_config(info.dir / "config.yaml", plain)
+    ranks = planned.plan.layout.world
+    spec = RunSpec(config=plain, plan=planned.plan, job=info, ranks=ranks, blocked=registry.blocked)
+    return launch(worker, spec, ranks)
+
+
+def plan_job(config: Any, info: JobInfo) -> dict[str, Any]:
+    """Print one plan, and its problems as an error."""
+    from partita.plan.make import make_plan
+    from partita.plan.table import print_plan
+
+    planned = make_plan(config, registry_for(tuple(config.plugins.block)))
+    if joined_rank() in (None, 0):
+        print_plan(planned)
+        sys.stdout.flush()
+    planned.raise_problems()
+    return {}
+
+
+def write_config(path: Path, plain: Mapping[str, Any]) -> None:
+    """The resolved config as YAML, complete or not there."""
+    import yaml
+
+    part = path.with_name(path.name + ".partial")
+    part.write_text(yaml.safe_dump(dict(plain), sort_keys=False))
+    os.replace(part, path)
+
+
+# ------------------------------------------------------------------ plug-ins
+
+
+def plugins(argv: Sequence[str] | None = None) -> int:
+    """List what is installed; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+
+    def listing() -> int:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        wrong = [a for a in argv if not a.startswith("plugins.block=")]
+        if wrong:
+            raise ConfigError(f"{wrong[0]}: `plugins` takes no such argument\n    -> only plugins.block=[name,...], or nothing")
+        for info in Registry.load(block_from_argv(argv)).describe():
+            console.print(*_plugin_lines(info), sep="\n", markup=False, highlight=False)
+        return EXIT_DONE
+
+    return guarded(listing)
+
+
+def _plugin_lines(info: PluginInfo) -> list[str]:
+    """A plug-in's entry in the listing."""
+    head = f"{info.name}  ({info.distribution} {info.version}, {info.entry_point})" + ("  blocked" if info.blocked else "")
+    rows = {
+        "from": info.location,
+        "hooks": ", ".join(h.removeprefix("partita_") for h in info.hooks),
+        "slots": "; ".join(f"{slot}: {', '.join(names)}" for slot, names in info.slots),
+        "config": ", ".join(info.nodes),
+        "plan": ", ".join(info.sections),
+        "groups": "; ".join(f"{group}: {', '.join(names)}" for group, names in info.groups),
+    }
+    return [head, *(f"    {name:<7}{value}" for name, value in rows.items() if value)]
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command that is no Hydra job; our errors cost a message, not a traceback."""
+    try:
+        return command()
+    except PartitaError as error:
+        report(error)
+        return error.exit_status
+
+
+# ------------------------------------------------------------------ the console script
+
+
+def main() -> int:
+    """`partita COMMAND ...`; returns the exit status."""
+    argv = sys.argv[1:]
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "plan": plan, "plugins": plugins, "export": export}
+    if argv and argv[0] in ("-sc", "--shell-completion"):
+        return _complete(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return EXIT_DONE if argv else EXIT_CONFIG
+    if argv[0] not in commands:
+        print(f"partita: no command {argv[0]!r}; {did_you_mean(argv[0], commands)}\n\n{USAGE}", end="", file=sys.stderr)
+        return EXIT_CONFIG
+    sys.argv = [f"{sys.argv[0]} {argv[0]}", *argv[1:]]
+    return commands[argv[0]](argv[1:])
+
+
+def _complete(argv: Sequence[str]) -> int:
+    """Hydra's completion knows no subcommands: it sees the line without ours."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if len(words) > 2 and words[1] in ("train", "plan"):
+        line = " ".join([words[0], *words[2:]])
+        os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    return train(argv)
+
+
+def export(argv: Sequence[str] | None = None) -> int:
+    """Write the weights of a run's newest checkpoint as a folder that Hugging Face loads; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _export(argv))
+
+
+def _export(argv: Sequence[str]) -> int:
+    if len(argv) not in (2, 3) or any(a.startswith("-") for a in argv):
+        raise ConfigError(
+            "export takes a run's folder and a folder to write\n    -> partita export RUN_FOLDER OUT_FOLDER [CHECKPOINT]"
+        )
+    from partita.train.export import export_run
+
+    print(export_run(Path(argv[0]), Path(argv[1]), Path(argv[2]) if len(argv) == 3 else None))
+    return EXIT_DONE
