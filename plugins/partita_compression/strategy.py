@@ -24,15 +24,18 @@ def partita_config() -> ConfigContribution:
 def partita_decide(draft: PlanDraft) -> None:
     """A wire format for each purpose. What is never sent stays native, and the manifest says so."""
     config = draft.config.compression
-    reduce = _format(draft, "gradient_reduce", config.gradient_reduce, sent=draft.get("layout").data > 1)
+    precision = draft.get("precision")
+    reduce = _format(draft, "gradient_reduce", config.gradient_reduce, precision.reduce, sent=draft.get("layout").data > 1)
     cut = draft.get("layout").size(draft.get("placement").optimizer) > 1
-    gather = _format(draft, "parameter_gather", config.parameter_gather, sent=cut)
+    gather = _format(draft, "parameter_gather", config.parameter_gather, precision.compute, sent=cut)
     draft.write("collectives", Collectives(gradient_reduce=Wire(format=reduce), parameter_gather=Wire(format=gather)))
 
 
-def _format(draft: PlanDraft, field: str, asked: str, sent: bool) -> str:
-    """The format in effect for one purpose. Formats nobody knows are a problem, and go as native in the rest of the plan."""
+def _format(draft: PlanDraft, field: str, asked: str, native: str, sent: bool) -> str:
+    """The format in effect for one purpose; `native` is the dtype that travels anyway. What is no format is a problem, and goes as native."""
     name = ALIASES.get(asked, asked)
+    if name == native:
+        return "native"
     key = f"compression.{field}"
     if name not in FORMATS:
         draft.problem(Problem(key, f"{asked!r} is no wire format.", did_you_mean(asked, FORMATS).capitalize()))

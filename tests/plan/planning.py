@@ -1,4 +1,4 @@
-"""Plans of a small model behind a plug-in of its own, from configs made of the schemas alone. Used by tests/plan and tests/plugins."""
+"""Plans of a small model behind a plug-in of its own, from configs made of the schemas alone."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_model_that_cant_be_built_names_the_node(plan_of):
 
 
 def test_unknown_device_gives_the_nearest_names(plan_of):
-    with pytest.raises(ConfigError, match="cluster.device: 'h10' is not in the device table.\n    -> did you mean 'h100'"):
+    with pytest.raises(ConfigError, match=r"cluster.device: 'h10' is not in the device table.\n    -> did you mean 'h100'"):
         plan_of(cluster__device="h10", cluster__nodes=2)
 
 

@@ -17,6 +17,18 @@ def test_bf16_gradients(plan_of):
     assert not planned.problems
 
 
+def test_what_travels_anyway_is_native(plan_of):
+    planned = plan_of(
+        launch__ranks=2,
+        zero__stage=3,
+        precision__name="bf16",
+        compression__parameter_gather="bf16",
+        compression__gradient_reduce="bf16",
+    )
+    assert planned.plan.collectives == Collectives()
+    assert not planned.problems
+
+
 def test_nothing_sent_is_told(plan_of):
     planned = plan_of(launch__ranks=1, compression__gradient_reduce="bfloat16", compression__parameter_gather="int8")
     assert {(x.key, x.got) for x in planned.manifest.differences()} == {
