@@ -32,7 +32,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     "lr_schedule": {
         name: f"partita.train.schedules:make_{name}" for name in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
     },
-    "loss": {"causal": "partita.train.loss:token_loss", "masked": "partita.train.loss:token_loss"},
+    "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
     "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd")},
     "collective": {"default": "partita.runtime.collectives:make_collectives"},
 }
@@ -46,10 +46,8 @@ def partita_slots() -> dict[str, Sequence[str]]:
 
 @hookimpl
 def partita_provide(slot: str, name: str) -> Any:
-    """The builder behind a name. A tokenizer that is no name is a path."""
+    """The builder behind a name."""
     target = PROVIDED.get(slot, {}).get(name)
-    if target is None and slot == "tokenizer" and ("/" in name or name.endswith(".json")):
-        target = "partita.data.tokenizer:make_file"
     if target is None:
         return None
     module, attribute = target.split(":")

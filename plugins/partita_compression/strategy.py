@@ -32,7 +32,7 @@ def partita_decide(draft: PlanDraft) -> None:
 
 
 def _format(draft: PlanDraft, field: str, asked: str, native: str, sent: bool) -> str:
-    """The format in effect for one purpose; `native` is the dtype that travels anyway. What is no format is a problem, and goes as native."""
+    """The format in effect for one purpose; `native` is what travels anyway. Unknown formats are a problem, and go as native."""
     name = ALIASES.get(asked, asked)
     if name == native:
         return "native"

@@ -37,7 +37,6 @@ def test_matches_the_plain_loop(placement: str, world: int, micro: int, replicat
         for name, value in weights.items():
             torch.testing.assert_close(got[2][name], value, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
             torch.testing.assert_close(got[3][name], got[2][name], rtol=0, atol=0)
-        assert got[3]["head.weight"].data_ptr() == got[3]["head.weight"].data_ptr()
 
 
 def test_unused_and_frozen_parameters_do_not_move() -> None:

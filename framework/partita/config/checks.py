@@ -11,10 +11,25 @@ from partita.errors import nearest
 from partita.plan.problems import Problem
 
 COUNTS = (  # whole numbers of at least 1, where they are given
-    "model.layers model.width model.heads model.kv_heads model.ffn model.vocab model.context data.vocab data.sequence data.workers data.limit "
-    "train.steps train.global_batch train.log_every train.keep cluster.nodes cluster.devices_per_node"
-).split()
-NOT_NEGATIVE = [
+    "model.layers",
+    "model.width",
+    "model.heads",
+    "model.kv_heads",
+    "model.ffn",
+    "model.vocab",
+    "model.context",
+    "data.vocab",
+    "data.sequence",
+    "data.workers",
+    "data.limit",
+    "train.steps",
+    "train.global_batch",
+    "train.log_every",
+    "train.keep",
+    "cluster.nodes",
+    "cluster.devices_per_node",
+)
+NOT_NEGATIVE = (
     "seed",
     "optimizer.lr",
     "optimizer.eps",
@@ -30,8 +45,8 @@ NOT_NEGATIVE = [
     "lr_schedule.minimum",
     "lr_schedule.warmup",
     "lr_schedule.decay",
-]
-POSITIVE = [
+)
+POSITIVE = (
     "model.init_std",
     "model.rope_base",
     "launch.timeout",
@@ -43,7 +58,7 @@ POSITIVE = [
     "cluster.intra_bandwidth",
     "cluster.inter_bandwidth",
     "cluster.file_bandwidth",
-]
+)
 SHARES = {  # key -> whether 1 itself is allowed
     "model.dropout": False,
     "data.validation": False,

@@ -120,12 +120,12 @@ def sweep_folder(app: str, overrides: Sequence[Override], root: str = SWEEPS) ->
     """A folder that depends on what is asked and on nothing else, so that the same command finishes what is missing."""
     counted = sorted(o.input_line or "" for o in overrides if o.key_or_group not in APART and not _is_folder(o))
     digest = hashlib.sha256("\n".join([app, *counted]).encode()).hexdigest()[:8]
-    swept = [
+    names = [
         o.key_or_group.rsplit(".", 1)[-1].replace("/", "_")
         for o in overrides
         if o.is_sweep_override() and not o.is_hydra_override()
     ]
-    return f"{root}/{'_'.join([*swept[:4], digest])}"
+    return f"{root}/{'_'.join([*names[:4], digest])}"
 
 
 def _is_folder(override: Override) -> bool:
@@ -193,8 +193,8 @@ def joined_additions(command: Command, rank: int) -> Command:
 def shared_folder(rank: int, environment: Mapping[str, str] = os.environ) -> str:
     """A run folder on which all ranks agree: by torchrun's own store, or by the number of the Slurm job.
 
-    The first rank to ask names it, and it stays the same when torchrun restarts the ranks, so that they resume. Raises ConfigError where
-    there is nothing to agree by.
+    The first rank to ask names it, and it stays the same when torchrun restarts the ranks, so that they resume. Raises
+    ConfigError where there is nothing to agree by.
     """
     from datetime import datetime
 

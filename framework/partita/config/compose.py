@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
@@ -22,6 +22,7 @@ from partita.config.command import Command, joined_additions, joined_rank, parse
 from partita.config.job import JobInfo, job_info
 from partita.config.messages import is_config_trouble, refusal, translate, unknown_flag
 from partita.config.overrides import Known, override_problems
+from partita.config.stacking import stacking_problems
 from partita.config.plain import field_types, root_type
 from partita.config.strangers import leaves, missing, strangers
 from partita.errors import ConfigError
@@ -70,6 +71,7 @@ def prepare(registry: Registry, config_dir: str | None = None) -> type:
 def _hydra(config_path: str | None) -> Iterator[Any]:
     """Hydra's composer without its application."""
     GlobalHydra.instance().clear()
+    start: Any
     if config_path is None or config_path.startswith("pkg://"):
         module = PACKAGE if config_path is None else config_path.removeprefix("pkg://")
         start = initialize_config_module(module, job_name="partita", version_base=VERSION_BASE)
@@ -105,7 +107,7 @@ def refuse_mistakes(command: Command, root: type, config_name: str, registry: Re
         known = Known.of(root, loader, default_choices() if primary else {})
         problems = [unknown_flag(flag, known.keys) for flag in command.unknown]
         wrong, right = override_problems(command.overrides, known, command.multirun)
-        problems += wrong
+        problems += wrong or stacking_problems(command.overrides, loader, known)
         if problems and not command.multirun:
             problems += _problems_besides(config_name, [*right, *without_blocked(root, right)], root, registry)
     if problems:
@@ -113,7 +115,7 @@ def refuse_mistakes(command: Command, root: type, config_name: str, registry: Re
 
 
 def _problems_besides(config_name: str, overrides: Sequence[str], root: type, registry: Registry) -> list[Problem]:
-    """What is wrong in a config even without the overrides that are wrong themselves: only values that the user gave are looked at."""
+    """What is wrong even without the overrides that are wrong themselves; only values that the user gave are looked at."""
     given = {o.lstrip("+").partition("=")[0] for o in overrides}
     try:
         config = to_objects(compose(config_name, list(overrides)), root)
@@ -142,7 +144,7 @@ def to_objects(config: DictConfig, root: type, groups: Sequence[str] = ()) -> An
     try:
         OmegaConf.resolve(config)
         if OmegaConf.get_type(config) is not root:
-            config = OmegaConf.merge(OmegaConf.structured(root), config)
+            config = cast(DictConfig, OmegaConf.merge(OmegaConf.structured(root), config))
         return OmegaConf.to_object(config)
     except Exception as error:
         if is_config_trouble(error):

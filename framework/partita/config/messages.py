@@ -102,12 +102,14 @@ def _omegaconf(error: OmegaConfBaseException, origin: str, keys: Sequence[str]) 
     key = str(getattr(error, "full_key", None) or "config")
     reason = _first_line(str(error))
     where = f" (in {origin})" if origin else ""
+    if isinstance(error, UnsupportedInterpolationType):
+        return Problem(key, f"{reason}{where}", "resolvers are written ${name:argument}; keys are written ${section.key}")
+    if key.split(".")[0] == "hydra":
+        return Problem(key, f"{reason}{where}", "this is Hydra's own node; --cfg hydra shows it")
     if isinstance(error, InterpolationKeyError | InterpolationResolutionError):
         name = (re.findall(r"'([^']+)' not found", reason) or [""])[0]
         remedy = _sentence(did_you_mean(name, keys)) if name else "name a key that exists, as ${section.key}"
         return Problem(key, f"{reason}{where}", remedy)
-    if isinstance(error, UnsupportedInterpolationType):
-        return Problem(key, f"{reason}{where}", "resolvers are written ${name:argument}; keys are written ${section.key}")
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return Problem(key, f"unknown config key{where}", _sentence(did_you_mean(key, keys)))
     if isinstance(error, ValidationError):
@@ -148,9 +150,10 @@ def twice(group: str) -> Problem:
     return Problem(group, "two options are chosen for one group", remedy)
 
 
-def several(key: str, value: str) -> Problem:
+def several(key: str, value: str, maybe_list: bool = True) -> Problem:
     """A sweep without -m."""
-    return Problem(key, f"{value!r} is several values", f"add -m to run a job for each, or write a list: '{key}=[{value}]'")
+    remedy = "add -m to run a job for each" + (f", or write a list: '{key}=[{value}]'" if maybe_list else "; the key takes one")
+    return Problem(key, f"{value!r} is several values", remedy)
 
 
 def _origin(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -50,8 +50,8 @@ def override_problems(texts: Sequence[str], known: Known, multirun: bool) -> tup
     for text in texts:
         try:
             override = parser.parse_override(text)
-        except OverrideParseException as error:
-            problems.append(parse_problem(text, error.message or ""))
+        except HydraException as error:
+            problems.append(parse_problem(text, str(error)))
             continue
         found = list(_problems(override, known, seen, multirun, custom))
         problems += found
@@ -65,12 +65,19 @@ def _problems(o: Override, known: Known, seen: set[str], multirun: bool, custom:
     if o.is_hydra_override() or key.split("@")[0].startswith("hydra"):
         return  # Hydra's own node; it checks it
     if o.is_sweep_override() and not multirun:
-        yield several(key, (o.input_line or "").partition("=")[2])
+        yield several(key, (o.input_line or "").partition("=")[2], maybe_list=_is_list(key, known))
         return
     if key in known.groups and o.package is None:
         yield from _group_problems(o, known, seen, custom)
-    elif not custom and not o.is_delete():
+    elif o.is_delete() and type_at(known.root, key) is not None:
+        yield Problem(key, "a key can't be removed", f"give it another value: {key}=<value>")
+    elif not custom:
         yield from _key_problems(o, known)
+
+
+def _is_list(key: str, known: Known) -> bool:
+    """Whether several values could be meant as a list: for a key that takes one, and for groups that are stacked."""
+    return getattr(strip_optional(type_at(known.root, key)), "__origin__", None) is list or key == "strategy"
 
 
 def _values(o: Override) -> list[Any]:
@@ -89,26 +96,31 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
     group, options = o.key_or_group, known.groups[o.key_or_group]
     if o.is_delete():
         return
+    if group in known.chosen and group not in field_types(known.root):
+        reason = "the plug-in that this group belongs to is blocked or not installed"
+        yield Problem(group, reason, "take it out of plugins.block, or leave the group out; `partita plugins` lists them")
+        return
     yield from _plus_problems(o, known)
     if group in seen and o.is_add():
         yield twice(group)
     seen.add(group)
+    plus = "+" if o.is_add() else ""
     for value in _values(o):
         if value is None:
             if o.input_line and o.input_line.endswith("="):
-                yield Problem(group, "no option is given", _options(group, "", options))
+                yield Problem(group, "no option is given", _options(plus + group, "", options))
             continue
         for name in value if isinstance(value, list) else [value]:
             if not custom and str(name) not in options:
                 yield Problem(
-                    group, f"there is no option {describe(name)!r} in group {group!r}", _options(group, describe(name), options)
+                    group, f"there is no option {describe(name)!r} in group {group!r}", _options(plus + group, describe(name), options)
                 )
 
 
 def _options(group: str, name: str, options: Sequence[str]) -> str:
     near = nearest(name, options)
     start = f"Did you mean {' or '.join(f'{group}={n}' for n in near)}? " if near else ""
-    return f"{start}Options of {group}: {', '.join(sorted(options))}"
+    return f"{start}Options of {group.lstrip('+')}: {', '.join(sorted(options))}"
 
 
 def _plus_problems(o: Override, known: Known) -> Iterator[Problem]:
@@ -178,12 +190,12 @@ def _value_problem(key: str, kind: Any, value: Any, root: type) -> Problem | Non
         return Problem(
             key,
             f"{describe(value)!r} is not {words(kind)}",
-            f"write {key}={example(kind)}; default: {_default(config, key, now)}",
+            f"write {key}={example(kind)}; default: {_default(now)}",
         )
     return None
 
 
-def _default(config: Any, key: str, now: Any) -> str:
+def _default(now: Any) -> str:
     plain = OmegaConf.to_container(now) if OmegaConf.is_config(now) else now
     return "[" + ",".join(map(describe, plain)) + "]" if isinstance(plain, list) else describe(plain)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Optional, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from partita.config.schema import CORE_NODES
 from partita.errors import ConfigError, did_you_mean
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def root_type(registry: Registry) -> type:
-    """The dataclass `Config`: a field for each node of the core and of the registry's plug-ins, and the keys that belong to no node."""
+    """The dataclass `Config`: a field for each node of core and plug-ins, and the keys that belong to no node."""
     nodes = {**CORE_NODES, **registry.nodes()}
     return _root(tuple(nodes.items()))
 
@@ -24,7 +24,7 @@ def root_type(registry: Registry) -> type:
 def _root(nodes: tuple[tuple[str, type], ...]) -> type:
     leaves: list[Any] = [
         ("seed", int, 0),  # of weights, data order and dropout
-        ("deepspeed", Optional[str], None),  # path of a DeepSpeed JSON config
+        ("deepspeed", str | None, None),  # path of a DeepSpeed JSON config
     ]
     fields = [(name, schema, dataclasses.field(default_factory=schema)) for name, schema in nodes]
     return dataclasses.make_dataclass("Config", [*leaves, *fields], namespace={"__module__": __name__})

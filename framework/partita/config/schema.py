@@ -57,9 +57,8 @@ class ModelConfig:
     rope_base: float = 10000.0  # base of rotary positions (Llama only)
     path: str | None = None  # hf: folder with config.json (and weights)
     weights: str = AUTO  # hf: auto (load where the folder has weights), load, random
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # for the model's provider, which checks them; hf: overrides of its config
+    # for the model's provider, which checks them; hf: overrides of its config
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from partita.plan.problems import Problem
 
 
 def strangers(config: DictConfig, root: type, groups: Iterable[str] = ()) -> list[Problem]:
-    """A problem for each key of `config` that the dataclasses below `root` don't have. `groups`: config groups, for suggestions."""
+    """A problem for each key of `config` that the dataclasses below `root` don't have. `groups`: for suggestions."""
     keys = list(leaves(root))
     names = list(groups)
     return [stranger(path, root, keys, names) for path in _walk(config, root, "")]
@@ -36,9 +36,9 @@ def _walk(node: Any, kind: Any, prefix: str) -> Iterator[str]:
         if not prefix and key == "hydra":
             continue
         if key not in types:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key!s}"
         else:
-            yield from _walk(_raw(node, key), types[str(key)], f"{prefix}{key}.")
+            yield from _walk(_raw(node, key), types[str(key)], f"{prefix}{key!s}.")
 
 
 def _raw(node: Any, key: Any) -> Any:

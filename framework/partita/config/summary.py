@@ -16,7 +16,7 @@ FILE = "result.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One job. status: done, failed, interrupted. objective: what a sweeper minimizes (the evaluation's loss, else the last loss)."""
+    """One job. status: done, failed, interrupted. objective: what a sweeper minimizes (evaluation loss, else the last loss)."""
 
     number: int
     name: str

@@ -15,7 +15,7 @@ def generate(
     """`prompt` and at most `tokens` more tokens, drawn from the `top_k` likeliest (Fan et al. 2018); ends at the tokenizer's `eos`."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = list(tokenizer.encode(prompt)) or [0]
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     context = getattr(model, "context", None) or len(ids) + tokens
     was_training = model.training
     model.eval()

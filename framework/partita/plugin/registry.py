@@ -13,7 +13,7 @@ from partita.errors import PluginError, did_you_mean
 from partita.plan.plan import SECTIONS
 from partita.plugin import discovery, hookspecs
 from partita.plugin.checks import HOOKS, hook_problems, implemented
-from partita.plugin.contributions import Contributions, groups
+from partita.plugin.contributions import CORE_PACKAGE, Contributions, groups
 from partita.plugin.discovery import Found
 from partita.plugin.markers import API, PROJECT
 from partita.plugin.ordering import sort_transforms
@@ -137,7 +137,7 @@ class Registry:
             nodes=_owned(added.node_owners, name),
             sections=_owned(added.section_owners, name),
             packages=packages,
-            groups=tuple((group, tuple(names)) for group, names in groups(packages)),
+            groups=_groups(packages, _owned(added.node_owners, name)),
         )
 
     # -------------------------------------------------------------- slots
@@ -271,6 +271,12 @@ def _list_of(kind: type, values: Any, plugin: str, hook: str) -> list[Any]:
 
 def _owned(owners: dict[str, str], plugin: str) -> tuple[str, ...]:
     return tuple(name for name, owner in owners.items() if owner == plugin)
+
+
+def _groups(packages: Sequence[str], nodes: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Config groups that a plug-in brings, and those that the core's own package has for its nodes."""
+    core = [(group, names) for group, names in groups([CORE_PACKAGE]) if group in nodes]
+    return tuple((group, tuple(names)) for group, names in sorted([*groups(packages), *core]) if group)
 
 
 def _location(plugin: Any, folder: str) -> str:

@@ -42,6 +42,7 @@ def launch(entry: Entry, spec: RunSpec, ranks: int) -> dict[str, Any]:
         _adopt_slurm(spawner)
         return _finish(run_rank(entry, spec, 0, os.getpid()), spec)
     clear_outcomes(spec.job.dir)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # a failure costs one message, which is ours
     method = "spawn" if torch.accelerator.is_available() else "fork"
     log.info("starting %d rank%s (%s); logs in %s", ranks, "s" * (ranks > 1), method, spec.job.dir / "log")
     config = LaunchConfig(
@@ -55,7 +56,7 @@ def launch(entry: Entry, spec: RunSpec, ranks: int) -> dict[str, Any]:
         monitor_interval=0.1,
         start_method=method,
         logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="",
+        signals_to_handle="SIGUSR2",  # SIGINT and SIGTERM are ours
     )
     forward = _Forward(spec.config["launch"]["grace"])
     try:

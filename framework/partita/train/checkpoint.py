@@ -1,250 +1,218 @@
-"""Checkpoints: each rank writes its own slices, a checkpoint is complete or not there, `latest` moves last.
+"""Checkpoints of a run: saved in the background from a copy taken at a step boundary, complete or absent, loadable by any layout.
 
-Format (version 1), one folder `step-00000010` for each checkpoint:
-
-    rank00000.bin    raw little-endian elements of the slices of rank 0, one after the other
-    rank00000.json   where each slice lies: key, dtype, shape, lo, hi (row-major elements of the tensor), offset, bytes, crc32; rank_extra
-    checkpoint.json  version, step, number of ranks, extra
-
-Nothing is pickled. While it is written the folder is called `step-00000010.tmp`; a rank's index is written last and marks it done.
+The format is described in docs/checkpoints.md.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import logging
-import os
-import shutil
-import threading
-import time
-import zlib
-from collections.abc import Sequence
+import math
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from partita.errors import CheckpointError
 from partita.runtime.mesh import Mesh
 from partita.state.slices import StateSlice
-from partita.train.storage import VERSION, as_bytes, fsync_folder, read_index, write_json
+from partita.train.index import CheckpointInfo, find_checkpoint, inspect, latest_in, list_checkpoints, read_index, step_name
+from partita.train.loading import LoadReport, load_slices, read_rank_extra, read_weights, verify
+from partita.train.saving import Save, Snapshot, recover
+from partita.train.storage import ALIGN, dtype_name, encode
 
+__all__ = [
+    "CheckpointInfo",
+    "Checkpointer",
+    "LoadReport",
+    "find_checkpoint",
+    "inspect",
+    "latest_in",
+    "list_checkpoints",
+    "load_slices",
+    "read_index",
+    "read_weights",
+    "verify",
+]
 log = logging.getLogger("partita")
-PATIENCE = 300.0  # seconds that a rank waits for the others' parts
 
 
 class Checkpointer:
-    """Saves and loads under `folder`. keep: newest checkpoints kept; keep_best: also those with the lowest score."""
+    """Saves and loads the checkpoints in one folder, which all ranks see. Every rank has one and makes the same calls of `save`.
 
-    def __init__(self, folder: Path, mesh: Mesh, *, keep: int = 2, keep_best: int = 0, asynchronous: bool = True) -> None:
-        self.folder, self._rank, self._world = folder, mesh.rank, mesh.world
-        self._keep, self._keep_best, self._async = max(keep, 1), keep_best, asynchronous
-        self._thread: threading.Thread | None = None
+    keep: checkpoints saved last that stay. keep_best: as well, those with the lowest score. asynchronous: write in a thread while
+    training goes on; needs host memory for one more copy of this rank's part. patience: seconds without a sign of life of another rank
+    after which a save fails. report: of the last load.
+    Making one is collective (one broadcast) where a process group exists. Raises CheckpointError where the folder can't be used.
+    """
+
+    def __init__(
+        self,
+        dir: Path | str,
+        mesh: Mesh,
+        *,
+        keep: int = 2,
+        keep_best: int = 0,
+        asynchronous: bool = True,
+        patience: float = 300.0,
+        summary: Mapping[str, Any] | None = None,
+        life: str | None = None,
+    ) -> None:
+        """summary: JSON values about the plan, stored in the index. life: a name that all ranks of this start share; default: agreed on."""
+        if keep < 1 or keep_best < 0:
+            raise CheckpointError(f"train.keep={keep}, train.keep_best={keep_best}: keep at least the newest checkpoint (1), and 0 or more best")
+        self.dir, self.mesh = Path(dir).absolute(), mesh
+        self.keep, self.keep_best, self.asynchronous, self.patience = keep, keep_best, asynchronous, patience
+        self.plan = {"layout": dataclasses.asdict(mesh.layout), **(summary or {})}
+        self.report: LoadReport | None = None
+        if mesh.rank == 0:
+            _prepare(self.dir)
+        self._life = life or _agree(mesh)
+        self._count = 0
+        self._stop = Event()
+        self._thread: Thread | None = None
         self._error: CheckpointError | None = None
-        self._staged: dict[tuple[str, int], torch.Tensor] = {}
-        if self._rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob("step-*.tmp"):
-                log.info("removing an unfinished checkpoint: %s", stale)
-                shutil.rmtree(stale)
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    # ------------------------------------------------------------------ where
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of `step`."""
-        return self.folder / f"step-{step:08d}"
+        """Where the checkpoint after update `step` is, or would be."""
+        return self.dir / step_name(step)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, by the file `latest`; None where there is none."""
-        pointer = self.folder / "latest"
-        if not pointer.exists():
-            return None
-        path = self.folder / pointer.read_text().strip()
-        if not (path / "checkpoint.json").exists():
-            raise CheckpointError(f"{pointer} names {path.name}, which is not there. Name a checkpoint with train.resume=PATH.")
-        return path
+        """The newest complete checkpoint, if there is one."""
+        return latest_in(self.dir)
 
-    # ------------------------------------------------------------------ save
+    # ------------------------------------------------------------------ saving
 
     def save(
-        self, step: int, slices: Sequence[StateSlice], extra: dict[str, Any], rank_extra: dict[str, Any], score: float | None = None
+        self, step: int, slices: Sequence[StateSlice], extra: Mapping[str, Any], rank_extra: Mapping[str, Any], score: float | None = None
     ) -> None:
-        """Start a checkpoint; every rank calls it. Waits for the one before. Raises CheckpointError if that one failed."""
-        self.wait()
-        if self.path(step).exists():
-            if self._rank == 0:
-                log.warning("%s exists and is complete: it stays", self.path(step))
-            return
-        parts = [(s, self._stage(i, s)) for i, s in enumerate(slices)]
-        arguments = (step, parts, extra, rank_extra, score)
-        if not self._async:
-            self._write(*arguments)
-            self.poll()
-            return
-        self._thread = threading.Thread(target=self._write, args=arguments, name="partita-save")
+        """Start to save the state after update `step`; what is passed may change as soon as this returns.
+
+        slices: this rank's part of all states; the parts of all ranks cover each element once. extra (rank 0's is stored), rank_extra (each
+        rank's is): JSON values, tuples and bytes. score: lower is better. A save that still runs is waited for.
+        Raises CheckpointError for an earlier save that failed and was not reported yet (this one has started nevertheless, on every
+        rank alike), and, where not asynchronous, for this one.
+        """
+        self._join()
+        self._count += 1
+        mesh = self.mesh
+        attempt = f"{self._life}-{self._count}"
+        job = Save(self.dir, step, attempt, mesh.rank, mesh.world, self.keep, self.keep_best, self.patience, self._stop)
+        taken: Snapshot | Exception
+        try:
+            taken = self._take(slices, extra, rank_extra, score)
+        except Exception as error:  # the other ranks are told before it is raised here
+            taken = error
+        self._thread = Thread(target=self._run, args=(job, taken), name="partita-checkpoint", daemon=True)
+        pending, self._error = self._error, None
         self._thread.start()
-
-    def _stage(self, i: int, s: StateSlice) -> torch.Tensor:
-        """A copy on the host that training can't change; its memory is used again by the next save."""
-        if not self._async and s.data.device.type == "cpu":
-            return s.data
-        key = (s.key, s.lo)
-        held = self._staged.get(key)
-        if held is None or held.shape != s.data.shape or held.dtype != s.data.dtype:
-            held = self._staged[key] = torch.empty(s.data.shape, dtype=s.data.dtype)
-        return held.copy_(s.data)
-
-    def _write(
-        self,
-        step: int,
-        parts: list[tuple[StateSlice, torch.Tensor]],
-        extra: dict[str, Any],
-        rank_extra: dict[str, Any],
-        score: float | None,
-    ) -> None:
-        working = self.path(step).with_suffix(".tmp")
-        try:
-            self._write_part(working, parts, rank_extra)
-            self._commit(working, step, extra, score)
-        except (OSError, CheckpointError) as error:
-            self._fail(working, step, parts, error)
-
-    def _write_part(self, working: Path, parts: list[tuple[StateSlice, torch.Tensor]], rank_extra: dict[str, Any]) -> None:
-        working.mkdir(parents=True, exist_ok=True)
-        name = f"rank{self._rank:05d}"
-        need = sum(t.numel() * t.element_size() for _, t in parts)
-        free = shutil.disk_usage(working).free
-        if free < need:
-            raise OSError(28, f"{need:,} bytes are needed and {free:,} are free")
-        entries, offset = [], 0
-        with (working / f"{name}.bin").open("wb") as file:
-            for s, tensor in parts:
-                data = as_bytes(tensor)
-                file.write(data)
-                entries.append(
-                    {
-                        "key": s.key,
-                        "dtype": str(s.dtype).removeprefix("torch."),
-                        "shape": list(s.shape),
-                        "lo": s.lo,
-                        "hi": s.hi,
-                        "offset": offset,
-                        "bytes": len(data),
-                        "crc32": zlib.crc32(data),
-                    }
-                )
-                offset += len(data)
-            file.flush()
-            os.fsync(file.fileno())
-        write_json(working / f"{name}.json", {"version": VERSION, "slices": entries, "rank_extra": rank_extra})
-
-    def _commit(self, working: Path, step: int, extra: dict[str, Any], score: float | None) -> None:
-        """Rank 0 renames when all parts are there; the others wait for that."""
-        final, deadline = self.path(step), time.monotonic() + PATIENCE
-        names = [f"rank{r:05d}" for r in range(self._world)]
-        while True:
-            if self._rank and final.exists():
-                return
-            failed = next((n for n in names if (self.folder / f"failed-{step:08d}-{n}").exists()), None)
-            if failed:
-                raise CheckpointError(f"{failed} could not write its part: {(self.folder / f'failed-{step:08d}-{failed}').read_text()}")
-            if not self._rank and all((working / f"{n}.json").exists() for n in names):
-                break
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"not all ranks wrote their part of {working} in {PATIENCE:.0f} s")
-            time.sleep(0.01)
-        write_json(working / "checkpoint.json", {"version": VERSION, "step": step, "ranks": self._world, "extra": extra, "score": score})
-        fsync_folder(working)
-        os.replace(working, final)
-        fsync_folder(self.folder)
-        pointer = self.folder / "latest.tmp"
-        pointer.write_text(final.name)
-        os.replace(pointer, self.folder / "latest")
-        self._rotate(step)
-
-    def _fail(self, working: Path, step: int, parts: list[tuple[StateSlice, torch.Tensor]], error: Exception) -> None:
-        need = sum(t.numel() * t.element_size() for _, t in parts)
-        text = str(error)
-        marker = self.folder / f"failed-{step:08d}-rank{self._rank:05d}"
-        shutil.rmtree(working, ignore_errors=True)
-        try:
-            marker.write_text(text)
-        except OSError:
-            log.warning("no room even for %s", marker)
-        self._error = CheckpointError(
-            f"checkpoint of step {step} not written to {self.path(step)} (this rank needs {need:,} bytes): {text}. "
-            "`latest` is unchanged. Free space, or go on without: train.on_save_error=warn."
-        )
-
-    def _rotate(self, step: int) -> None:
-        """Delete checkpoints that are neither among the newest, nor the best. Later steps of an abandoned try go first."""
-        found = {int(p.name[5:]): p for p in self.folder.glob("step-????????") if (p / "checkpoint.json").exists()}
-        newest = sorted((s for s in found if s <= step), reverse=True)[: self._keep]
-        scored = sorted((json.loads((p / "checkpoint.json").read_text())["score"], s) for s, p in found.items() if _has_score(p))
-        keep = {*newest, *(s for _, s in scored[: self._keep_best])}
-        for number, path in found.items():
-            if number not in keep:
-                doomed = path.with_suffix(".tmp")
-                os.replace(path, doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
-        for marker in self.folder.glob("failed-*"):
-            marker.unlink(missing_ok=True)
-
-    def poll(self) -> None:
-        """Raise CheckpointError if a save in the background has failed."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def wait(self) -> None:
-        """Let the save in the background end; raises CheckpointError if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if not self.asynchronous:
+            self._join()
+        if pending is not None:
+            raise pending
         self.poll()
 
-    def close(self) -> None:
-        """Let the save in the background end, whatever came of it."""
+    def _run(self, job: Save, taken: Snapshot | Exception) -> None:
+        """The background thread: its error is kept for poll and wait."""
+
+        def take() -> Snapshot:
+            if isinstance(taken, Exception):
+                raise taken
+            return taken
+
+        try:
+            job.run(take)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CheckpointError(f"the checkpoint of step {job.step} failed on rank {job.rank}: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+
+    def _take(
+        self, slices: Sequence[StateSlice], extra: Mapping[str, Any], rank_extra: Mapping[str, Any], score: float | None
+    ) -> Snapshot:
+        """Copy everything into host memory that is used again by the next save."""
+        offsets, size = [], 0
+        for s in slices:
+            if s.hi - s.lo != s.data.numel() or not 0 <= s.lo <= s.hi <= math.prod(s.shape):
+                raise CheckpointError(f"{s.key}: {s.data.numel()} elements can't be [{s.lo}, {s.hi}) of a tensor of shape {list(s.shape)}")
+            offsets.append(size)
+            size += -(-s.data.numel() * s.data.element_size() // ALIGN) * ALIGN
+        if self._host.numel() < size:
+            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self.mesh.device.type != "cpu")
+        for s, offset in zip(slices, offsets, strict=True):
+            end = offset + s.data.numel() * s.data.element_size()
+            self._host[offset:end].view(s.data.dtype).copy_(s.data.detach(), non_blocking=True)
+        if self.mesh.device.type != "cpu":
+            torch.accelerator.synchronize()
+        parts = [[s.key, list(s.shape), dtype_name(s.data.dtype), s.lo, s.hi, o] for s, o in zip(slices, offsets, strict=True)]
+        finite = float(score) if score is not None and math.isfinite(score) else None
+        own = encode(dict(rank_extra), f"rank_extra of rank {self.mesh.rank}")
+        return Snapshot(self._host[:size], parts, own, encode(dict(extra), "extra"), encode(self.plan, "plan"), finite)
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    # ------------------------------------------------------------------ load
+    def poll(self) -> None:
+        """Raise the CheckpointError of a save that has failed in the background, once. Never waits."""
+        if self._thread is None or not self._thread.is_alive():
+            self._join()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
 
-    def load(
-        self, path: Path, slices: Sequence[StateSlice], *, partial: bool = False
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Fill `slices` from any number of ranks' parts. Returns (extra, rank_extra of this rank if the number of ranks is the same).
+    def wait(self) -> None:
+        """Return when the checkpoint that was started last is complete. Raises CheckpointError if it failed."""
+        self._join()
+        self.poll()
 
-        Values are converted where the stored dtype differs. Raises CheckpointError for a part that is missing, damaged, or of another
-        shape; `partial` leaves slices alone that the checkpoint doesn't have at all.
+    def close(self, grace: float = 5.0) -> None:
+        """End; a save still running gets `grace` seconds more (other ranks may be gone). Never raises: errors are logged."""
+        if self._thread is not None:
+            self._thread.join(grace)
+            self._stop.set()
+            self._thread.join(1.0)
+            if not self._thread.is_alive():
+                self._thread = None
+        if self._error is not None:
+            log.error("%s", self._error)
+            self._error = None
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, path: Path | str, slices: Sequence[StateSlice], partial: bool = False) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Fill `slices` from a checkpoint of any layout; returns (extra, this rank's rank_extra or None where the world differs).
+
+        path: a checkpoint, or a run's folder for its latest. partial: load what is there; `report` names what was left untouched.
+        Not collective. Raises CheckpointError as `load_slices` does.
         """
-        index = read_index(path)
-        missing = []
-        for s in slices:
-            if s.key not in index.entries:
-                missing.append(s.key)
-            elif s.data.numel():
-                index.fill(s)
-        if missing and not partial:
-            raise CheckpointError(f"{path} has no {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} ({len(missing)} in all)")
-        if missing and self._rank == 0:
-            log.warning("not in %s, left as they are: %s", path, ", ".join(missing))
-        same = index.ranks == self._world
-        return index.extra, index.rank_extra(self._rank) if same else None
+        index, self.report = load_slices(path, slices, partial)
+        return index.extra, read_rank_extra(index, self.mesh.rank, self.mesh.world)
 
 
-def _has_score(path: Path) -> bool:
-    return json.loads((path / "checkpoint.json").read_text())["score"] is not None
+def _prepare(folder: Path) -> None:
+    """Make the folder, and clear what a killed process left."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        recover(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} can't be used for checkpoints: {error}; set run.dir to a folder that can be written") from error
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Whole weights and buffers of a checkpoint by name, without ranks: `model.` and `buffer.` entries."""
-    index = read_index(path)
-    out = {}
-    for key, entries in index.entries.items():
-        kind, name = key.split(".", 1)
-        if kind in ("model", "buffer"):
-            shape, dtype = tuple(entries[0]["shape"]), getattr(torch, entries[0]["dtype"])
-            whole = torch.zeros(shape, dtype=dtype)
-            index.fill(StateSlice(key, shape, dtype, 0, whole.numel(), whole.view(-1)))
-            out[name] = whole
-    return out
+def _agree(mesh: Mesh) -> str:
+    """A name of this start that all ranks share and no earlier start had; after it, rank 0 has cleared the folder."""
+    name = torch.tensor(list(secrets.token_bytes(4)), dtype=torch.uint8, device=mesh.device)
+    if mesh.world > 1 and dist.is_initialized():
+        dist.broadcast(name, src=0)
+    elif mesh.world > 1:
+        raise CheckpointError(f"{mesh.world} ranks need a process group to agree on the name of a save, or the argument `life`")
+    return bytes(name.tolist()).hex()

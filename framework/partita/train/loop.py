@@ -71,7 +71,7 @@ def train(run: Run) -> dict[str, Any]:
             progress.step(metrics)
             run.notify("partita_step_end", step=step, metrics=metrics)
             score = None
-            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            if config.eval_every and run.data.has_evaluation and step % config.eval_every == 0 and step < config.steps:
                 score = evaluate(run, progress)["eval_loss"]
                 clock.lap()
             if signal:

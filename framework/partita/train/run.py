@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,14 +102,14 @@ def _build(run: Run) -> None:
     """mesh -> model on meta -> transforms -> state buffers -> optimizer -> data -> resume."""
     config, registry = run.config, run.registry
     torch.manual_seed(config.seed)
-    run.tokenizer = registry.provide("tokenizer", config.data.tokenizer)(config)
+    run.tokenizer = make_tokenizer(config, registry)
     with torch.device("meta"):
         model = registry.provide("model", config.model.name)(config, config.model.vocab or run.tokenizer.vocab_size)
     for transform in registry.transforms(run.plan):
         model = transform.apply(model, run)
     run.model = model.train()
     rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
-    collectives = registry.provide("collective", run.device.kind)(run.plan, run.mesh)
+    collectives = registry.provide("collective", "default")(run.mesh.device)
     prefetch = int(run.plan.extensions.get("prefetch", 1))
     run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch)
     run.engine.materialize(weight_source(model, config.seed))
@@ -130,6 +129,14 @@ def _make_data(run: Run, objective: str) -> Any:
     group = run.mesh.group(("replicate", "shard"))
     corpus = run.registry.provide("corpus", run.config.data.name)
     return make_data(run.config, run.plan.schedule, group.rank, group.size, run.tokenizer, corpus, objective)
+
+
+def make_tokenizer(config: Any, registry: Registry) -> Any:
+    """The tokenizer by name of the slot; any other name is the path of a file or folder."""
+    from partita.data.tokenizer import make_file
+
+    known = config.data.tokenizer in registry.slots().get("tokenizer", {})
+    return registry.provide("tokenizer", config.data.tokenizer)(config) if known else make_file(config)
 
 
 def weight_source(model: nn.Module, seed: int) -> Any:
@@ -194,5 +201,3 @@ def _close(run: Run) -> None:
         part = getattr(run, name, None)
         if part is not None:
             part.close()
-    if os.environ.get("PARTITA_KEEP_GROUP") is None and dist.is_initialized():
-        phase.set(step=run.step, phase="close")

@@ -1,0 +1,48 @@
+"""Triton kernels that cost nothing until they are launched: importing triton takes half a second and needs the package."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Kernel:
+    """A kernel in Triton's language. `kernel[grid](...)` compiles and launches it, as with triton.jit."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self._jitted: Any = None
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.jitted()[grid]
+
+    def jitted(self) -> Any:
+        """What triton.jit makes of the function. Puts `tl` and the jitted helpers it calls into its module."""
+        if self._jitted is None:
+            import triton
+            import triton.language
+
+            names: dict[str, Any] = self.fn.__globals__  # type: ignore[attr-defined]
+            names.setdefault("tl", triton.language)
+            for used in self.fn.__code__.co_names:  # type: ignore[attr-defined]
+                if isinstance(names.get(used), Kernel):
+                    names[used] = names[used].jitted()
+            self._jitted = triton.jit(self.fn)
+        return self._jitted
+
+
+def kernel(fn: Callable[..., Any]) -> Any:
+    """Decorator in the place of triton.jit. Typed Any: in the module the name is a kernel, inside other kernels a function."""
+    return Kernel(fn)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is at least n (n >= 1)."""
+    return 1 << (n - 1).bit_length()

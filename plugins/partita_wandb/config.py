@@ -1,0 +1,17 @@
+"""Schema of node `tracker`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go besides metrics.jsonl."""
+
+    name: str = "wandb"  # wandb, none
+    project: str = "partita"
+    entity: Optional[str] = None  # user or team; default: the key's own
+    mode: str = "auto"  # auto (online where a key is configured, else offline), offline, online, disabled
+    tags: list[str] = field(default_factory=list)

@@ -1,0 +1,59 @@
+"""What the ranks of the recompute tests run (module-level, so that worker processes can find it)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from partita_recompute.checkpoint import recompute
+from planning import Toy
+
+from partita.config.schema import OptimizerConfig
+from partita.plan.model_spec import inspect_model
+from partita.plan.memory import layout_bytes
+from partita.plan.plan import Activations, Layout, Plan, Placement, Precision, Schedule
+from partita.runtime.mesh import Mesh
+from partita.state.engine import StateEngine
+from partita.state.layout import build_layout
+from partita.state.optimizers import make_adamw
+
+
+def _tensors(engine: StateEngine) -> dict[str, int]:
+    """Bytes that the engine really holds at rest."""
+    found = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for bucket in engine.buckets:
+        cut = bool(engine.plan.placement.parameters)
+        found["parameters"] += bucket.own.nbytes if cut else bucket.full.untyped_storage().nbytes()
+        found["optimizer"] += sum(t.nbytes for t in bucket.states.values())
+        found["optimizer"] += bucket.master.nbytes if bucket.master is not bucket.own else 0
+        held = {t.data_ptr(): t.nbytes for t in (bucket.reduced, bucket.gradient) if t is not None}
+        found["gradients"] += sum(held.values())
+    return found
+
+
+def train(rank: int, world: int, placement: Placement, activations: Activations, precision: Precision, parts: int) -> Any:
+    """Three updates of the toy; returns (losses, norms, bytes held, bytes planned)."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Toy(3, 32, 4, 50)
+    config = OptimizerConfig()
+    plan = Plan(Layout(shard=world), Schedule(8, 8 // world // parts, parts), precision, placement, activations=activations)
+    planned = layout_bytes(build_layout(inspect_model(model), plan, dict.fromkeys(("exp_avg", "exp_avg_sq"), precision.optimizer), config))
+    model = recompute(model, activations)
+    engine = StateEngine(model, plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_adamw(config))
+    engine.materialize()
+    losses, norms = [], []
+    for step in range(3):
+        ids = torch.randint(50, (8, 9), generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        engine.begin_step()
+        local = 0.0
+        for i, part in enumerate(ids.chunk(parts)):
+            logits = engine.model(part[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            local += loss.item()
+            engine.backward(loss / 64, last=i == parts - 1)
+        norm, (total,) = engine.finish_gradients(torch.tensor([local], dtype=torch.float64))
+        engine.update(1e-2, 1.0, norm)
+        losses.append(total)
+        norms.append(norm)
+    return losses, norms, _tensors(engine), planned

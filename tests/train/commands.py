@@ -1,0 +1,96 @@
+"""Runs the command line as a user does, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model.layers=2", "model.width=32", "model.heads=2", "data=synthetic", "data.limit=20000", "data.sequence=16", "train.global_batch=8",
+    "train.steps=12", "train.sample=0", "tracker=none", "launch.threads=1", "train.eval_at_end=false",
+)  # fmt: skip
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Without the traces of an outer launcher."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT")}
+    return {**clean, "WANDB_SILENT": "true", **changes}
+
+
+def train(folder: Path, *overrides: str, timeout: float = 120, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """`scripts/train.py run.dir=folder ...` with tiny settings; the output is text."""
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment(**env), check=False)
+    if check:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The same in the background, in a session of its own."""
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
+    log = (folder.parent / f"{folder.name}.out").open("a")
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(), start_new_session=True)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Lines of training steps."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [m for m in lines if "loss" in m]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """One value of each step."""
+    return [m[name] for m in metrics(folder)]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60) -> None:
+    """Until metrics.jsonl has that step."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        try:
+            if any(m["step"] >= step for m in metrics(folder)):
+                return
+        except (json.JSONDecodeError, KeyError):
+            pass
+        assert process.poll() is None, (folder.parent / f"{folder.name}.out").read_text()[-3000:]
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} within {timeout} s")
+
+
+def session_members(pid: int) -> list[int]:
+    """Living processes of the session that `start` made."""
+    alive = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) == pid and fields[0] != "Z":
+                alive.append(int(name))
+    return alive
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks, lowest first."""
+    return sorted(p for p in session_members(process.pid) if p != process.pid)
+
+
+def assert_gone(pid: int, timeout: float = 10) -> None:
+    """No process of the session is left."""
+    end = time.monotonic() + timeout
+    while left := session_members(pid):
+        if time.monotonic() > end:
+            for p in left:
+                os.kill(p, signal.SIGKILL)
+            raise AssertionError(f"processes left: {left}")
+        time.sleep(0.1)

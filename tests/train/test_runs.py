@@ -1,0 +1,142 @@
+"""Whole runs through the command line: agreement between layouts, resume, signals, killed processes, failures, sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import commands
+
+LONG = ("train.steps=400", "train.save_every=5", "train.keep=3")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank, one micro-batch."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    commands.train(folder, "parallel.data=1", "model.dropout=0.1", "train.save_every=6", "train.keep=9")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.data=1", "train.micro_batch=2"),
+        ("parallel.data=2",),
+        ("parallel.data=2", "train.micro_batch=1"),
+        ("parallel.data=4", "train.micro_batch=2"),
+        ("+strategy=zero1", "parallel.data=2"),
+        ("+strategy=zero2", "parallel.data=2", "train.micro_batch=1"),
+        ("+strategy=zero3", "parallel.data=4", "train.micro_batch=1"),
+        ("+strategy=zero3", "parallel.data=2", "recompute=full"),
+    ],
+    ids=" ".join,
+)
+def test_every_layout_gives_the_same_training(reference: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    folder = tmp_path / "run"
+    commands.train(folder, *overrides, "model.dropout=0.1")
+    for name in ("loss", "grad_norm"):
+        assert commands.column(folder, name) == pytest.approx(commands.column(reference, name), rel=1e-5)
+    assert commands.column(folder, "tokens") == commands.column(reference, "tokens")
+
+
+def test_a_run_leaves_what_it_promises(reference: Path) -> None:
+    assert {p.name for p in reference.iterdir()} >= {"config.yaml", "plan.yaml", "manifest.yaml", "metrics.jsonl", "log", "checkpoints"}
+    plan = yaml.safe_load((reference / "plan.yaml").read_text())
+    assert plan["layout"]["shard"] == 1
+    assert (reference / "log" / "rank0.log").exists()
+    assert [m["step"] for m in commands.metrics(reference)] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("layout", [("parallel.data=1",), ("parallel.data=2",), ("+strategy=zero3", "parallel.data=2")], ids=" ".join)
+def test_resume_in_the_same_or_another_layout(reference: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
+    folder = tmp_path / "run"
+    start = reference / "checkpoints" / "step-00000006"
+    commands.train(folder, *layout, "model.dropout=0.1", f"train.resume={start}")
+    got, expected = commands.column(folder, "loss"), commands.column(reference, "loss")[6:]
+    if layout == ("parallel.data=1",):
+        assert got == expected
+    assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_leaves(tmp_path: Path, signum: int, status: int) -> None:
+    folder = tmp_path / "run"
+    process = commands.start(folder, "parallel.data=2", "train.steps=100000", "train.keep=1")
+    commands.wait_for_step(folder, 3, process)
+    process.send_signal(signum)
+    assert process.wait(timeout=30) == status
+    commands.assert_gone(process.pid)
+    step = commands.metrics(folder)[-1]["step"]
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{step:08d}"
+    assert "Traceback" not in (tmp_path / "run.out").read_text()
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = commands.start(folder, "parallel.data=2", "train.steps=100000")
+    commands.wait_for_step(folder, 3, process)
+    os.kill(commands.ranks_of(process)[-1], signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    commands.assert_gone(process.pid)
+    done = len(commands.metrics(folder))
+    commands.train(folder, "parallel.data=2", f"train.steps={done + 2}")
+    assert [m["step"] for m in commands.metrics(folder)] == list(range(1, done + 3))
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_kill_costs_nothing_that_was_saved(tmp_path: Path, victim: str) -> None:
+    whole = tmp_path / "whole"
+    commands.train(whole, "parallel.data=2", "train.steps=30", "train.save_every=5")
+    folder = tmp_path / "run"
+    for attempt in range(2):
+        process = commands.start(folder, "parallel.data=2", *LONG)
+        commands.wait_for_step(folder, 8 + 8 * attempt, process)
+        time.sleep(random.random() * 0.1)
+        os.kill(random.choice(commands.ranks_of(process)) if victim == "rank" else process.pid, signal.SIGKILL)
+        assert process.wait(timeout=20) != 0
+        commands.assert_gone(process.pid, timeout=15)
+        for path in (folder / "checkpoints").glob("step-????????"):
+            assert (path / "checkpoint.json").exists()
+    last = len(commands.metrics(folder))
+    commands.train(folder, "parallel.data=2", f"train.steps={max(30, last)}", "train.save_every=5")
+    assert commands.column(folder, "loss")[:20] == commands.column(whole, "loss")[:20]
+
+
+def test_a_failing_rank_costs_one_message(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = commands.train(folder, "parallel.data=2", "optimizer.lr=1e30", "optimizer=sgd", "train.grad_clip=0", check=False, timeout=60)
+    assert done.returncode == 1
+    assert "rank" in done.stderr
+    assert "step" in done.stderr
+    assert "gradient norm" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "optimizer.lr" in done.stderr
+
+
+def test_a_sweep_has_a_folder_and_a_result_for_each_job(tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    overrides = [f"hydra.sweep.dir={sweep}", *commands.TINY, "parallel.data=1", "train.steps=2"]
+    axes = ["+strategy=ddp", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16"]
+    command = [sys.executable, str(commands.ROOT / "scripts" / "train.py"), "-m", *overrides, *axes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=160, cwd=commands.ROOT, env=commands.environment(), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    jobs = sorted(p.parent for p in sweep.glob("*/config.yaml"))
+    assert len(jobs) == 4
+    rates = [yaml.safe_load((j / "config.yaml").read_text())["optimizer"]["lr"] for j in jobs]
+    assert sorted(rates) == [1e-3, 1e-3, 3e-3, 3e-3]
+    assert all(isinstance(r, float) for r in rates)
+    for job in jobs:
+        assert len(commands.metrics(job)) == 2
+        assert json.loads((job / "result.json").read_text())["status"] == "done"
