@@ -98,10 +98,10 @@ class Task:
 
 
 def report(error: BaseException, before: str = "") -> None:
-    """Print an error for people: ours as they are, others with their traceback."""
+    """Print an error for people: ours as they are ($PARTITA_FULL_ERROR=1: with traceback), others with their traceback."""
     sys.stdout.flush()
     head = f"partita: {before}: " if before else "partita: "
-    if isinstance(error, PartitaError) and not os.environ.get("HYDRA_FULL_ERROR"):
+    if isinstance(error, PartitaError) and os.environ.get("PARTITA_FULL_ERROR") != "1":
         print(f"{head}{_heading(error)}{error}", file=sys.stderr, flush=True)
         return
     if before:

@@ -64,7 +64,10 @@ def parse_command(argv: Sequence[str]) -> Command:
     known, rest = parser.parse_known_intermixed_args(list(argv))
     flags = {name: value for name, value in vars(known).items() if name != "overrides" and value}
     unknown = tuple(a for a in rest if a.startswith("-"))
-    command = Command(flags, tuple(known.overrides) + tuple(a for a in rest if not a.startswith("-")), unknown)
+    overrides = [*known.overrides, *(a for a in rest if not a.startswith("-"))]
+    if unknown:  # a lone word is the value of a flag that doesn't exist, not one more mistake
+        overrides = [o for o in overrides if "=" in o or o.startswith("~")]
+    command = Command(flags, tuple(overrides), unknown)
     return _absolute_folders(command)
 
 

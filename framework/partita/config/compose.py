@@ -22,8 +22,8 @@ from partita.config.command import Command, joined_additions, joined_rank, parse
 from partita.config.job import JobInfo, job_info
 from partita.config.messages import is_config_trouble, refusal, translate, unknown_flag
 from partita.config.overrides import Known, override_problems
-from partita.config.stacking import stacking_problems
 from partita.config.plain import field_types, root_type
+from partita.config.stacking import stacking_problems
 from partita.config.strangers import leaves, missing, strangers
 from partita.errors import ConfigError
 from partita.plan.problems import Problem

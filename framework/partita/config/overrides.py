@@ -113,7 +113,9 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
         for name in value if isinstance(value, list) else [value]:
             if not custom and str(name) not in options:
                 yield Problem(
-                    group, f"there is no option {describe(name)!r} in group {group!r}", _options(plus + group, describe(name), options)
+                    group,
+                    f"there is no option {describe(name)!r} in group {group!r}",
+                    _options(plus + group, describe(name), options),
                 )
 
 

@@ -19,29 +19,38 @@ COMPOSITES = ("experiment", "strategy")
 
 
 def stacking_problems(texts: Sequence[str], loader: Any, known: Known) -> list[Problem]:
-    """Problems of the composites that a command line appends, sweeps over them included (each job by itself)."""
-    problems: list[Problem] = []
-    for override in OverridesParser.create().parse_overrides(list(texts)):
-        if override.key_or_group not in COMPOSITES or override.key_or_group not in known.groups or override.is_delete():
+    """Problems of the composites that a command line appends. Options that the command line chooses itself are settled."""
+    overrides = OverridesParser.create(loader).parse_overrides(list(texts))
+    settled = {o.key_or_group for o in overrides}
+    always: list[str] = []
+    swept: list[list[str]] = []
+    for o in overrides:
+        if o.key_or_group not in COMPOSITES or o.key_or_group not in known.groups or o.is_delete():
             continue
-        values = override.sweep_iterator() if override.is_choice_sweep() and "glob(" not in (override.input_line or "") else [override.value()]
-        for value in [] if override.is_sweep_override() and not override.is_choice_sweep() else values:
-            names = [str(v) for v in (value if isinstance(value, list) else [value])]
-            problems += _problems(override.key_or_group, names, loader, known)
+        if not o.is_sweep_override():
+            always += _paths(o.key_or_group, o.value())
+        elif o.is_choice_sweep():
+            swept += [_paths(o.key_or_group, value) for value in o.sweep_iterator()]
+    problems = [p for paths in swept or [[]] for p in _problems([*always, *paths], settled, loader, known)]
     return list(dict.fromkeys(problems))
 
 
-def _problems(group: str, names: Sequence[str], loader: Any, known: Known) -> Iterator[Problem]:
+def _paths(group: str, value: Any) -> list[str]:
+    return [f"{group}/{name}" for name in (value if isinstance(value, list) else [value]) if name is not None]
+
+
+def _problems(paths: Sequence[str], settled: set[str], loader: Any, known: Known) -> Iterator[Problem]:
     first: dict[str, tuple[str, str]] = {}
-    for name in names:
-        for chosen, option in choices(f"{group}/{name}", loader):
+    for path in paths:
+        group, _, name = path.partition("/")
+        for chosen, option in choices(path, loader):
             if chosen in known.chosen and chosen not in field_types(known.root):
                 reason = f"{name!r} chooses {chosen}={option}, but the plug-in of {chosen!r} is blocked or not installed"
                 yield Problem(group, reason, f"take it out of plugins.block, or leave {name!r} out")
-            before = first.setdefault(chosen, (name, option))
-            if before[1] != option:
-                reason = f"{before[0]!r} chooses {chosen}={before[1]} and {name!r} chooses {chosen}={option}"
-                yield Problem(group, reason, f"keep one of the two, and set single keys of {chosen!r} by hand")
+            before, other = first.setdefault(chosen, (name, option))
+            if other != option and chosen not in settled:
+                reason = f"{before!r} chooses {chosen}={other} and {name!r} chooses {chosen}={option}"
+                yield Problem(group, reason, f"leave one of them out, or say which: {chosen}={option}")
 
 
 def choices(path: str, loader: Any) -> Iterator[tuple[str, str]]:
