@@ -1,24 +1,30 @@
-"""Token losses (slot `loss`): sums and counts, so that a mean can be made once over everything."""
+"""Losses of the slot `loss`: a sum and what it is a sum over. They are divided once, by the count of the whole update."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-IGNORE = -100
+IGNORED = -100
 
 
-def token_loss(
+def token_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of logits [B, T, V] against labels [B, T]; label -100 doesn't count.
+    """Cross entropy of logits [..., V] with labels [...] (int64, -100 is not counted): (float32 sum, int64 count), both 0-d.
 
-    Returns (sum in float32, number of counted tokens in int64); the sum is 0, with a gradient of 0, where nothing counts.
-    label_smoothing: Szegedy et al. 2016, section 7. z_loss: weight of log(Z)^2 (Chowdhery et al. 2022, section 5).
+    label_smoothing: share of the target spread evenly over all V (Szegedy et al. 2016). z_loss: weight of log(Z)^2, Z the sum of
+    exponentials (Chowdhery et al. 2022, section 5). Both are part of the sum. Without any counted label the sum is 0, and so are
+    its gradients.
     """
     flat, target = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
-    total = F.cross_entropy(flat, target, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing)
-    counted = target != IGNORE
+    counted = target != IGNORED
+    total = F.cross_entropy(flat, target, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
     if z_loss:
-        total = total + z_loss * (torch.logsumexp(flat, dim=-1).square() * counted).sum()
+        log_z = torch.logsumexp(flat, dim=-1)
+        total = total + z_loss * log_z.square().masked_fill(~counted, 0.0).sum()
     return total, counted.sum()
+
+
+# The batch already says what counts: shifted labels for a causal model, masked places for a masked one.
+causal = masked = token_cross_entropy
