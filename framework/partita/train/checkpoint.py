@@ -6,6 +6,7 @@ The format is described in docs/checkpoints.md.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import secrets
@@ -64,10 +65,12 @@ class Checkpointer:
     ) -> None:
         """summary: JSON values about the plan, stored in the index. life: a name that all ranks of this start share; default: agreed on."""
         if keep < 1 or keep_best < 0:
-            raise CheckpointError(f"train.keep={keep}, train.keep_best={keep_best}: keep at least the newest checkpoint (1), and 0 or more best")
+            raise CheckpointError(
+                f"train.keep={keep}, train.keep_best={keep_best}: keep at least the newest checkpoint (1), and 0 or more best"
+            )
         self.dir, self.mesh = Path(dir).absolute(), mesh
         self.keep, self.keep_best, self.asynchronous, self.patience = keep, keep_best, asynchronous, patience
-        self.plan = {"layout": dataclasses.asdict(mesh.layout), **(summary or {})}
+        self.plan = json.loads(json.dumps({"layout": dataclasses.asdict(mesh.layout), **(summary or {})}))
         self.report: LoadReport | None = None
         if mesh.rank == 0:
             _prepare(self.dir)
@@ -91,7 +94,12 @@ class Checkpointer:
     # ------------------------------------------------------------------ saving
 
     def save(
-        self, step: int, slices: Sequence[StateSlice], extra: Mapping[str, Any], rank_extra: Mapping[str, Any], score: float | None = None
+        self,
+        step: int,
+        slices: Sequence[StateSlice],
+        extra: Mapping[str, Any],
+        rank_extra: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
         """Start to save the state after update `step`; what is passed may change as soon as this returns.
 
@@ -132,7 +140,9 @@ class Checkpointer:
         except CheckpointError as error:
             self._error = error
         except Exception as error:
-            self._error = CheckpointError(f"the checkpoint of step {job.step} failed on rank {job.rank}: {type(error).__name__}: {error}")
+            self._error = CheckpointError(
+                f"the checkpoint of step {job.step} failed on rank {job.rank}: {type(error).__name__}: {error}"
+            )
             self._error.__cause__ = error
 
     def _take(
@@ -142,7 +152,9 @@ class Checkpointer:
         offsets, size = [], 0
         for s in slices:
             if s.hi - s.lo != s.data.numel() or not 0 <= s.lo <= s.hi <= math.prod(s.shape):
-                raise CheckpointError(f"{s.key}: {s.data.numel()} elements can't be [{s.lo}, {s.hi}) of a tensor of shape {list(s.shape)}")
+                raise CheckpointError(
+                    f"{s.key}: {s.data.numel()} elements can't be [{s.lo}, {s.hi}) of a tensor of shape {list(s.shape)}"
+                )
             offsets.append(size)
             size += -(-s.data.numel() * s.data.element_size() // ALIGN) * ALIGN
         if self._host.numel() < size:
@@ -155,7 +167,7 @@ class Checkpointer:
         parts = [[s.key, list(s.shape), dtype_name(s.data.dtype), s.lo, s.hi, o] for s, o in zip(slices, offsets, strict=True)]
         finite = float(score) if score is not None and math.isfinite(score) else None
         own = encode(dict(rank_extra), f"rank_extra of rank {self.mesh.rank}")
-        return Snapshot(self._host[:size], parts, own, encode(dict(extra), "extra"), encode(self.plan, "plan"), finite)
+        return Snapshot(self._host[:size], parts, own, encode(dict(extra), "extra"), self.plan, finite)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -189,7 +201,9 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ loading
 
-    def load(self, path: Path | str, slices: Sequence[StateSlice], partial: bool = False) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def load(
+        self, path: Path | str, slices: Sequence[StateSlice], partial: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill `slices` from a checkpoint of any layout; returns (extra, this rank's rank_extra or None where the world differs).
 
         path: a checkpoint, or a run's folder for its latest. partial: load what is there; `report` names what was left untouched.
@@ -205,7 +219,9 @@ def _prepare(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         recover(folder)
     except OSError as error:
-        raise CheckpointError(f"{folder} can't be used for checkpoints: {error}; set run.dir to a folder that can be written") from error
+        raise CheckpointError(
+            f"{folder} can't be used for checkpoints: {error}; set run.dir to a folder that can be written"
+        ) from error
 
 
 def _agree(mesh: Mesh) -> str:

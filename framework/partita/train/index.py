@@ -133,7 +133,9 @@ def _gap(parts: list[list[int]], numel: int) -> str:
     at = 0
     for lo, hi, rank, _ in parts:
         if lo != at and lo < hi:
-            return f"elements {at} to {lo} are saved by no rank" if lo > at else f"elements from {lo} are saved twice (rank {rank})"
+            return (
+                f"elements {at} to {lo} are saved by no rank" if lo > at else f"elements from {lo} are saved twice (rank {rank})"
+            )
         at = max(at, hi)
     return f"elements {at} to {numel} are saved by no rank" if at != numel else ""
 
@@ -228,7 +230,13 @@ def find_checkpoint(path: Path | str) -> Path:
         return inside
     near = nearest(path.name, [i.path.name for i in list_checkpoints(path.parent)]) if path.parent.is_dir() else []
     hint = f"; beside it are {', '.join(near)}" if near else ""
-    why = "is an unfinished save" if path.name.endswith(".tmp") else "holds no complete checkpoint" if path.exists() else "does not exist"
+    why = (
+        "is an unfinished save"
+        if path.name.endswith(".tmp")
+        else "holds no complete checkpoint"
+        if path.exists()
+        else "does not exist"
+    )
     raise CheckpointError(f"{path} {why}{hint}")
 
 

@@ -1,9 +1,9 @@
 """One save on one rank. Ranks agree through files in the checkpoint folder alone: no collective runs beside the training's.
 
-    every rank: step-N.<attempt>.tmp/rank-R.bin, rank-R.json, then rank-R.done, or rank-R.failed with the reason
-    rank 0:     waits for all; index.json, summary.json; renames the folder to step-N; moves `latest`
-                or, after a failure: step-N.<attempt>.failed with the reasons, and removes the folder
-    others:     wait for either
+every rank: step-N.<attempt>.tmp/rank-R.bin, rank-R.json, then rank-R.done, or rank-R.failed with the reason
+rank 0:     waits for all; index.json, summary.json; renames the folder to step-N; moves `latest`
+            or, after a failure: step-N.<attempt>.failed with the reasons, and removes the folder
+others:     wait for either
 """
 
 from __future__ import annotations
@@ -153,7 +153,11 @@ class Save:
 
     def _reason(self, error: Exception, snapshot: Snapshot | None) -> str:
         path = self.temporary / shard_name(self.rank)
-        what = f"rank {self.rank}: {error}" if isinstance(error, CheckpointError) else f"rank {self.rank}: {type(error).__name__}: {error}"
+        what = (
+            f"rank {self.rank}: {error}"
+            if isinstance(error, CheckpointError)
+            else f"rank {self.rank}: {type(error).__name__}: {error}"
+        )
         if not isinstance(error, OSError) or snapshot is None:
             return what
         free = "unknown"
@@ -230,7 +234,9 @@ class Save:
             names = set(os.listdir(self.temporary)) if self.temporary.is_dir() else set()
             failed = sorted(n for n in names if n.endswith(".failed"))
             if failed:
-                raise CheckpointError("; ".join(_text(self.temporary / n) or f"{n[:-7]}: no reason could be written" for n in failed))
+                raise CheckpointError(
+                    "; ".join(_text(self.temporary / n) or f"{n[:-7]}: no reason could be written" for n in failed)
+                )
             missing = [r for r in range(self.world) if self._marker("done", r).name not in names]
             if not missing:
                 return

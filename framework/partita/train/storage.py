@@ -236,4 +236,6 @@ def _read_exactly(handle: int, path: Path, into: memoryview, offset: int) -> Non
 def _check_block(path: Path, block: memoryview, number: int, sums: str) -> None:
     if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
         at = number * BLOCK
-        raise CheckpointError(f"{path} is damaged: bytes {at} to {at + len(block)} do not match their checksum; use another checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged: bytes {at} to {at + len(block)} do not match their checksum; use another checkpoint"
+        )
