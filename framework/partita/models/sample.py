@@ -9,11 +9,13 @@ from torch import nn
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Any, prompt: str, tokens: int, seed: int, temperature: float = 0.8, top_k: int = 50) -> str:
+def generate(
+    model: nn.Module, tokenizer: Any, prompt: str, tokens: int, seed: int, temperature: float = 0.8, top_k: int = 50
+) -> str:
     """`prompt` and at most `tokens` more tokens, drawn from the `top_k` likeliest (Fan et al. 2018); ends at the tokenizer's `eos`."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    ids = list(tokenizer.encode(prompt)) or [0]
+    ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     context = getattr(model, "context", None) or len(ids) + tokens
     was_training = model.training
     model.eval()
