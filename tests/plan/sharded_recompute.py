@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from partita_recompute.checkpoint import recompute
 from planning import Toy
 
 from partita.config.schema import OptimizerConfig
-from partita.plan.model_spec import inspect_model
 from partita.plan.memory import layout_bytes
-from partita.plan.plan import Activations, Layout, Plan, Placement, Precision, Schedule
+from partita.plan.model_spec import inspect_model
+from partita.plan.plan import Activations, Layout, Placement, Plan, Precision, Schedule
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
 from partita.state.layout import build_layout
 from partita.state.optimizers import make_adamw
+from partita_recompute.checkpoint import recompute
 
 
 def _tensors(engine: StateEngine) -> dict[str, int]:
@@ -38,7 +38,9 @@ def train(rank: int, world: int, placement: Placement, activations: Activations,
     model = Toy(3, 32, 4, 50)
     config = OptimizerConfig()
     plan = Plan(Layout(shard=world), Schedule(8, 8 // world // parts, parts), precision, placement, activations=activations)
-    planned = layout_bytes(build_layout(inspect_model(model), plan, dict.fromkeys(("exp_avg", "exp_avg_sq"), precision.optimizer), config))
+    planned = layout_bytes(
+        build_layout(inspect_model(model), plan, dict.fromkeys(("exp_avg", "exp_avg_sq"), precision.optimizer), config)
+    )
     model = recompute(model, activations)
     engine = StateEngine(model, plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_adamw(config))
     engine.materialize()

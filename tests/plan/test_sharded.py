@@ -24,7 +24,9 @@ def run(placement, activations=KEEP, precision=None, parts=1):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("setting", [Activations("full"), Activations("selective", patterns=("*attention*", "mlp"))], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "setting", [Activations("full"), Activations("selective", patterns=("*attention*", "mlp"))], ids=["full", "selective"]
+)
 def test_recompute_changes_no_number(placement, setting):
     kept, again = run(placement, parts=2)[0], run(placement, setting, parts=2)[0]
     assert kept[:2] == again[:2]
