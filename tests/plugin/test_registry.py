@@ -205,7 +205,7 @@ def test_provide_without_an_answer(shelf, refused):
     assert "slot 'loss' has nothing called 'focl'" in text
     assert "'focal'" in text and "hinge" in text
     assert "'loss'" in refused(lambda: registry.provide("los", "focal"))
-    assert "no plug-in in use fills it" in refused(lambda: registry.provide("tier", "host"))
+    assert "no plug-in in use fills it" in refused(lambda: registry.provide("model", "gpt"))
     assert "lists 'focal'" in refused(lambda: registry.provide("loss", "focal"))
     assert "slot 'one.part' has nothing called 'y'" in refused(lambda: registry.provide("one.part", "y"))
 

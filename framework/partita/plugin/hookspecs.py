@@ -1,7 +1,7 @@
 """The notice board: every hook, in the order of a run's life.
 
-Rules for all of them. A hook takes only the arguments it needs, by name, and none has a default. Hooks build things; hot loops call
-what hooks built. Names begin with `partita_`. "Everywhere" means the process that composes the config and every rank.
+Rules for all of them. A hook takes only the arguments it needs, by name, and none has a default. Hooks build things; hot loops
+call what hooks built. Names begin with `partita_`. "Everywhere" means the process that composes the config and every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def partita_config() -> ConfigContribution | None:
 
 
 @hookspec
-def partita_slots() -> dict[str, Sequence[str]]:
+def partita_slots() -> dict[str, Sequence[str]]:  # type: ignore[empty-body]
     """Names that `partita_provide` answers, by slot; for listings and for error messages.
 
     Called everywhere; must not import torch. All results are merged; two plug-ins with the same name in a slot are refused.
@@ -43,20 +43,24 @@ def partita_slots() -> dict[str, Sequence[str]]:
 
 @hookspec
 def partita_decide(draft: PlanDraft) -> None:
-    """Write this plug-in's sections with `draft.write(section, value)`, from `draft.config`, `draft.model`, `draft.cluster` and earlier sections.
+    """Write this plug-in's sections with `draft.write(section, value)`, from `draft.config`, `draft.model`, `draft.cluster` and
+    earlier sections.
 
-    Called in the process that plans (and in each rank under torchrun), without process group or device, owner by owner in the order of
-    `partita.plan.plan.SECTIONS`. Say with `draft.effect(...)` where what is in effect differs from what was asked.
+    Called in the process that plans (and in each rank under torchrun), without process group or device, owner by owner in the
+    order of `partita.plan.plan.SECTIONS`. Say with `draft.effect(...)` where what is in effect differs from what was asked.
     """
 
 
 @hookspec
-def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
-    """Problems of the finished plan, each with config key, reason and remedy. Called where `partita_decide` is. All results are listed."""
+def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:  # type: ignore[empty-body]
+    """Problems of the finished plan, each with config key, reason and remedy.
+
+    Called where `partita_decide` is. All results are listed.
+    """
 
 
 @hookspec
-def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
+def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:  # type: ignore[empty-body]
     """Costs that this plug-in adds to the core's own estimate. Called where `partita_decide` is. All results are added."""
 
 
@@ -64,7 +68,7 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
 
 
 @hookspec
-def partita_transforms(plan: Plan) -> list[Transform]:
+def partita_transforms(plan: Plan) -> list[Transform]:  # type: ignore[empty-body]
     """Named model transforms with their order. Called on every rank while building. All results are sorted together."""
 
 
@@ -73,8 +77,8 @@ def partita_provide(slot: str, name: str) -> Any:
     """An implementation for a named slot, or None when this plug-in has none of that name.
 
     Called on every rank while building (never in the loop), sometimes while planning. The first result that is not None wins.
-    Slots and what they must return are listed in docs/hooks.md: model, corpus, tokenizer, optimizer, lr_schedule, loss, collective,
-    tier, kernel, tracker.
+    Slots and what they must return are listed in docs/hooks.md: model, corpus, tokenizer, optimizer, lr_schedule, loss,
+    collective, tracker.
     """
 
 
@@ -83,7 +87,10 @@ def partita_provide(slot: str, name: str) -> Any:
 
 @hookspec
 def partita_run_start(run: Any) -> None:
-    """Everything is built, no step made. Called on every rank with the `partita.train.run.Run`. Observers read; what they raise ends the run."""
+    """Everything is built, no step made.
+
+    Called on every rank with the `partita.train.run.Run`. Observers read; what they raise ends the run.
+    """
 
 
 @hookspec

@@ -10,10 +10,8 @@ SLOTS: dict[str, str] = {
     "optimizer": "a function (config.optimizer) -> partita.state.optimizers.Rule",
     "lr_schedule": "a function (config.lr_schedule, steps) -> a function of the update (from 1) -> factor on optimizer.lr",
     "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",
-    "collective": "a function (plan, mesh) -> partita.runtime.collectives.Collectives; the name is the device's type",
-    "tier": "a function (config, plan) -> a tier with read and write, both asynchronous",
-    "kernel": "a function with the signature of the kernel it replaces",
-    "tracker": "a function (config) -> an object that logs metrics",
+    "collective": "a function (device) -> partita.runtime.collectives.Collectives; the core asks for `default`",
+    "tracker": "nothing: a tracker is an observer, and its names are what tracker.name may be",
 }
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ConfigContribution:
     """What a plug-in adds to the config tree.
 
-    packages: importable packages that hold YAML groups (`partita_example_conf`), appended to Hydra's search path as `pkg://...`.
+    packages: importable packages that hold YAML groups (`their_conf`), appended to Hydra's search path as `pkg://...`.
     nodes: top-level config node -> dataclass schema with defaults.
     sections: sections of the plan that this plug-in owns; two owners of one section are refused.
     """
@@ -28,8 +28,9 @@ class ConfigContribution:
 class Transform:
     """A named step from the model on the meta device to the model that is trained.
 
-    apply(model, context) returns the model to go on with. `after`/`before` name other transforms; names that nobody provides are ignored.
-    The usual anchors are, in order: stage_split, tensor_parallel, expert_parallel, adapter, recompute, compile, state.
+    apply(model, context) returns the model to go on with; context is the `partita.train.run.Run`. `after`/`before` name other
+    transforms; names that nobody provides are ignored. The usual anchors are, in order: stage_split, tensor_parallel,
+    expert_parallel, adapter, recompute, compile, state.
     """
 
     name: str
