@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "distributed")]
-
 import sharded_recompute
 from pool import run_ranks
 
