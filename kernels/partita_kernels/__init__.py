@@ -1,6 +1,8 @@
-"""Hot operations over flat buffers, each once: callers use these names only."""
+"""Hot operations, each once: a plain torch reference, a Triton kernel, a CPU path. Callers use these names only."""
 
-from partita_kernels.optimizer import adamw_, sgd_
-from partita_kernels.reduce import squared_norm
+from partita_kernels.adamw import adamw_
+from partita_kernels.dispatch import OPERATIONS, Operation, replace, using
+from partita_kernels.sgd import sgd_
+from partita_kernels.squares import squared_norm
 
-__all__ = ["adamw_", "sgd_", "squared_norm"]
+__all__ = ["OPERATIONS", "Operation", "adamw_", "replace", "sgd_", "squared_norm", "using"]

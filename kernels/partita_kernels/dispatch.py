@@ -1,6 +1,7 @@
 """Which implementation of an operation runs: by device, by what is installed, or as asked for.
 
-An operation has up to three implementations that give the same numbers: `reference` (plain torch, any device), `triton` (accelerators) and `cpu`.
+An operation has up to three implementations that give the same numbers: `reference` (plain torch, any device), `triton`
+(accelerators) and `cpu`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Operation:
         """The implementation for tensors on `device`."""
         if self.replacement is not None:
             return self.replacement
-        if self.triton is not None and (_mode == "triton" or (_mode == "auto" and device.type in TRITON_DEVICES and has_triton())):
+        if self.triton is not None and (
+            _mode == "triton" or (_mode == "auto" and device.type in TRITON_DEVICES and has_triton())
+        ):
             return self.triton
         if self.cpu is not None and device.type == "cpu" and _mode in ("auto", "cpu"):
             return self.cpu

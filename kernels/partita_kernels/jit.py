@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ class Kernel:
     """A kernel in Triton's language. `kernel[grid](...)` compiles and launches it, as with triton.jit."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, fn)
-        self.fn = fn
+        self.fn: Any = fn
+        self.__name__, self.__doc__ = fn.__name__, fn.__doc__
         self._jitted: Any = None
 
     def __getitem__(self, grid: Any) -> Any:
@@ -24,9 +23,9 @@ class Kernel:
             import triton
             import triton.language
 
-            names: dict[str, Any] = self.fn.__globals__  # type: ignore[attr-defined]
+            names: dict[str, Any] = self.fn.__globals__
             names.setdefault("tl", triton.language)
-            for used in self.fn.__code__.co_names:  # type: ignore[attr-defined]
+            for used in self.fn.__code__.co_names:
                 if isinstance(names.get(used), Kernel):
                     names[used] = names[used].jitted()
             self._jitted = triton.jit(self.fn)

@@ -1,6 +1,6 @@
 """C++ for CPU paths: compiled with the machine's own compiler at first use, kept on disk, loaded through ctypes.
 
-A library is named by the hash of its sources, the compiler and the CPU's features, so that a cache shared by different machines is safe.
+A library is named by the hash of its sources, the compiler and the CPU's features, so that different machines can share a cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def load(name: str) -> ctypes.CDLL | None:
-    """The library of native/<name>.cpp; None where it can't be built (said once in the log): callers then use torch operations."""
+    """The library of native/<name>.cpp; None where it can't be built, which the log says once: callers then use torch."""
     try:
         return ctypes.CDLL(str(build(name)))
     except (OSError, subprocess.SubprocessError) as error:
@@ -100,6 +100,10 @@ def _cpu() -> bytes:
     lines = info.read_text().splitlines() if info.exists() else []
     kept = [line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))]
     return "\n".join([platform.machine(), *dict.fromkeys(kept)]).encode()
+
+
+double = ctypes.c_double
+integer = ctypes.c_int64
 
 
 def threads() -> ctypes.c_int:

@@ -14,16 +14,13 @@ template <class To, class From> static inline To bit_cast(From from) { To to; st
 
 static inline float widen(float x) { return x; }
 static inline float widen(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+// By integers and not _Float16, whose conversions GCC leaves one by one: scaling by 2^112 moves the exponent, denormals included;
+// what was Inf or NaN is put back.
 static inline float widen(fp16 x) {
-#ifdef __FLT16_MAX__
-  return float(bit_cast<_Float16>(x.bits));
-#else
-  // Scaling by 2^112 moves the exponent, denormals included; what was Inf or NaN has to be put back.
   uint32_t shifted = uint32_t(x.bits & 0x7fff) << 13;
   float scaled = bit_cast<float>(shifted) * 0x1p112f;
   uint32_t magnitude = shifted >= 0x0f800000u ? (shifted | 0x7f800000u) : bit_cast<uint32_t>(scaled);
   return bit_cast<float>(magnitude | uint32_t(x.bits & 0x8000) << 16);
-#endif
 }
 
 // Round to nearest, ties to even; NaN stays NaN.
@@ -34,15 +31,12 @@ static inline void narrow(float x, bf16 &out) {
   out.bits = uint16_t(x != x ? 0x7fc0u : rounded);
 }
 static inline void narrow(float x, fp16 &out) {
-#ifdef __FLT16_MAX__
-  out.bits = bit_cast<uint16_t>(_Float16(x));
-#else
   uint32_t u = bit_cast<uint32_t>(x), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffff;
   uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
   uint32_t denormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;  // the addition rounds
-  uint32_t result = magnitude < 0x38800000u ? denormal : std::min(normal, 0x7c00u);
+  uint32_t finite = magnitude < 0x38800000u ? denormal : normal;
+  uint32_t result = magnitude >= 0x47800000u ? 0x7c00u : finite;
   out.bits = uint16_t(sign | (x != x ? 0x7e00u : result));
-#endif
 }
 
 // A list of ranges cut into blocks, so that threads share them evenly however many ranges there are.

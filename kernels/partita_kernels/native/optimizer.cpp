@@ -6,13 +6,14 @@ static const int64_t BLOCK = 32768;
 template <class C> static inline void put(C *copy, int64_t i, float x) { narrow(x, copy[i]); }
 static inline void put(none *, int64_t, float) {}
 
-struct Adam { float lr, beta1, beta2, eps, decay, step_size, root_correction, scale; int decoupled; };
+// one1, one2: 1 - beta, from doubles: in float32 1 - 0.999 is off by 2e-5 of itself.
+struct Adam { float keep, one1, beta2, one2, eps, decay, step_size, root_correction, scale; bool decoupled; };
 
 template <class G, class C, bool DECOUPLED>
 static void adam_block(float *__restrict p, const G *__restrict g, float *__restrict m, float *__restrict v, C *__restrict copy,
                        int64_t begin, int64_t end, const Adam &a) {
-  const float keep = 1.f - a.lr * a.decay, one1 = 1.f - a.beta1, one2 = 1.f - a.beta2;
-  const float beta2 = a.beta2, eps = a.eps, decay = a.decay, step = a.step_size, root = a.root_correction, scale = a.scale;
+  const float keep = a.keep, one1 = a.one1, beta2 = a.beta2, one2 = a.one2, eps = a.eps, decay = a.decay;
+  const float step = a.step_size, root = a.root_correction, scale = a.scale;
 #pragma omp simd
   for (int64_t i = begin; i < end; i++) {
     float grad = widen(g[i]) * scale, weight = p[i];
@@ -76,17 +77,18 @@ template <class F> static void with_copy_type(int dtype, F f) {
 }
 
 extern "C" void adamw(int64_t count, const int64_t *sizes, float **p, const void **g, int g_type, float **m, float **v, void **copies,
-                      int c_type, float lr, float beta1, float beta2, float eps, float decay, float step_size, float root_correction,
-                      float scale, int decoupled, int threads) {
-  const Adam a{lr, beta1, beta2, eps, decay, step_size, root_correction, scale, decoupled};
+                      int c_type, double lr, double beta1, double beta2, double eps, double decay, double step_size,
+                      double root_correction, double scale, int decoupled, int threads) {
+  const Adam a{float(1 - lr * decay), float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(decay),
+               float(step_size), float(root_correction), float(scale), decoupled != 0};
   with_type(g_type, [&](auto grad) {
     with_copy_type(c_type, [&](auto copy) { adam_all<decltype(grad), decltype(copy)>(count, sizes, p, g, m, v, copies, a, threads); });
   });
 }
 
 extern "C" void sgd(int64_t count, const int64_t *sizes, float **p, const void **g, int g_type, float **m, void **copies, int c_type,
-                    float lr, float momentum, float decay, float scale, int nesterov, int threads) {
-  const Sgd s{lr, momentum, decay, scale, nesterov};
+                    double lr, double momentum, double decay, double scale, int nesterov, int threads) {
+  const Sgd s{float(lr), float(momentum), float(decay), float(scale), nesterov};
   with_type(g_type, [&](auto grad) {
     with_copy_type(c_type, [&](auto copy) { sgd_all<decltype(grad), decltype(copy)>(count, sizes, p, g, m, copies, s, threads); });
   });
