@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
 from partita.config.app import report
@@ -14,7 +15,8 @@ from partita.config.compose import hydra_main, registry_for
 from partita.config.job import JobInfo
 from partita.config.plain import to_plain
 from partita.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, PartitaError, did_you_mean
-from partita.plugin.registry import PluginInfo, Registry, block_from_argv
+from partita.plugin.listing import render
+from partita.plugin.registry import Registry, block_from_argv
 
 USAGE = """\
 usage: partita COMMAND [ARGUMENTS]
@@ -91,31 +93,13 @@ def plugins(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
 
     def listing() -> int:
-        from rich.console import Console
-
-        console = Console(width=None if sys.stdout.isatty() else 160)
         wrong = [a for a in argv if not a.startswith("plugins.block=")]
         if wrong:
             raise ConfigError(f"{wrong[0]}: `plugins` takes no such argument\n    -> only plugins.block=[name,...], or nothing")
-        for info in Registry.load(block_from_argv(argv)).describe():
-            console.print(*_plugin_lines(info), sep="\n", markup=False, highlight=False)
+        print(render(Registry.load(block_from_argv(argv)).describe(), width=get_terminal_size((160, 24)).columns))
         return EXIT_DONE
 
     return guarded(listing)
-
-
-def _plugin_lines(info: PluginInfo) -> list[str]:
-    """A plug-in's entry in the listing."""
-    head = f"{info.name}  ({info.distribution} {info.version}, {info.entry_point})" + ("  blocked" if info.blocked else "")
-    rows = {
-        "from": info.location,
-        "hooks": ", ".join(h.removeprefix("partita_") for h in info.hooks),
-        "slots": "; ".join(f"{slot}: {', '.join(names)}" for slot, names in info.slots),
-        "config": ", ".join(info.nodes),
-        "plan": ", ".join(info.sections),
-        "groups": "; ".join(f"{group}: {', '.join(names)}" for group, names in info.groups),
-    }
-    return [head, *(f"    {name:<7}{value}" for name, value in rows.items() if value)]
 
 
 def guarded(command: Callable[[], int]) -> int:
