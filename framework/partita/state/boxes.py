@@ -26,8 +26,8 @@ class Box(NamedTuple):
 def boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     """Disjoint boxes that cover elements [lo, hi) of a row-major tensor of `shape`, in order of `start`.
 
-    At most 2 N - 1 of them for N dimensions (1 for a scalar): an incomplete first row, whole rows, an incomplete last row, and so on
-    inside the incomplete rows. None for an empty range. Raises ValueError where the range doesn't lie in the tensor.
+    At most 2 N - 1 of them for N dimensions (1 for a scalar): an incomplete first row, whole rows, an incomplete last row, and so
+    on inside the incomplete rows. None for an empty range. Raises ValueError where the range doesn't lie in the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= lo <= hi <= numel:

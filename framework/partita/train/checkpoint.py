@@ -46,8 +46,8 @@ class Checkpointer:
     """Saves and loads the checkpoints in one folder, which all ranks see. Every rank has one and makes the same calls of `save`.
 
     keep: checkpoints saved last that stay. keep_best: as well, those with the lowest score. asynchronous: write in a thread while
-    training goes on; needs host memory for one more copy of this rank's part. patience: seconds without a sign of life of another rank
-    after which a save fails. report: of the last load.
+    training goes on; needs host memory for one more copy of this rank's part. patience: seconds without a sign of life of another
+    rank after which a save fails. report: of the last load.
     Making one is collective (one broadcast) where a process group exists. Raises CheckpointError where the folder can't be used.
     """
 
@@ -63,7 +63,7 @@ class Checkpointer:
         summary: Mapping[str, Any] | None = None,
         life: str | None = None,
     ) -> None:
-        """summary: JSON values about the plan, stored in the index. life: a name that all ranks of this start share; default: agreed on."""
+        """summary: JSON values about the plan, stored in the index. life: a name of this start, equal on all ranks; default: agreed."""
         if keep < 1 or keep_best < 0:
             raise CheckpointError(
                 f"train.keep={keep}, train.keep_best={keep_best}: keep at least the newest checkpoint (1), and 0 or more best"
@@ -103,10 +103,10 @@ class Checkpointer:
     ) -> None:
         """Start to save the state after update `step`; what is passed may change as soon as this returns.
 
-        slices: this rank's part of all states; the parts of all ranks cover each element once. extra (rank 0's is stored), rank_extra (each
-        rank's is): JSON values, tuples and bytes. score: lower is better. A save that still runs is waited for.
-        Raises CheckpointError for an earlier save that failed and was not reported yet (this one has started nevertheless, on every
-        rank alike), and, where not asynchronous, for this one.
+        slices: this rank's part of all states; the parts of all ranks cover each element once. extra (rank 0's is stored) and
+        rank_extra (each rank's is): JSON values, tuples and bytes. score: lower is better. A save that still runs is waited for.
+        Raises CheckpointError for an earlier save that failed and was not reported yet (this one has started nevertheless, on
+        every rank alike), and, where not asynchronous, for this one.
         """
         self._join()
         self._count += 1

@@ -67,7 +67,7 @@ class PartitaReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the items want, shard by shard. Raises CheckpointError for damaged files and for items that are no tensors."""
+        """Read what the items want, shard by shard. Raises CheckpointError for damage, and for what is no tensor."""
         work: dict[int, list[Piece]] = defaultdict(list)
         finish: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:

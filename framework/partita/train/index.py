@@ -150,7 +150,7 @@ def some(items: list[str], count: int = 8) -> str:
 
 
 def read_index(path: Path) -> Index:
-    """The index of the checkpoint in the folder `path`. Raises CheckpointError where it is absent, damaged or of another format."""
+    """The index of the checkpoint in the folder `path`. Raises CheckpointError where it is absent, damaged or unknown."""
     content = read_sealed(path / INDEX)
     check_format(path, content)
     tensors = {key: _entry(path, key, e) for key, e in content["tensors"].items()}
@@ -228,20 +228,19 @@ def find_checkpoint(path: Path | str) -> Path:
     inside = None if path.name.endswith(".tmp") or not path.is_dir() else latest_in(_checkpoints(path))
     if inside is not None:
         return inside
-    near = nearest(path.name, [i.path.name for i in list_checkpoints(path.parent)]) if path.parent.is_dir() else []
+    raise CheckpointError(_not_found(path))
+
+
+def _not_found(path: Path) -> str:
+    near = nearest(path.name, [i.path.name for i in list_checkpoints(path.parent)])
     hint = f"; beside it are {', '.join(near)}" if near else ""
-    why = (
-        "is an unfinished save"
-        if path.name.endswith(".tmp")
-        else "holds no complete checkpoint"
-        if path.exists()
-        else "does not exist"
-    )
-    raise CheckpointError(f"{path} {why}{hint}")
+    if path.name.endswith(".tmp"):
+        return f"{path} is an unfinished save{hint}"
+    return f"{path} {'holds no complete checkpoint' if path.exists() else 'does not exist'}{hint}"
 
 
 def inspect(path: Path | str) -> dict[str, Any]:
-    """What a checkpoint holds, as plain values: step, world, plan, versions, extra, bytes, and tensors as key -> (dtype, shape, parts)."""
+    """What a checkpoint holds, as plain values: step, world, plan, versions, extra, bytes; of each tensor dtype, shape, parts."""
     index = read_index(find_checkpoint(path))
     tensors = {k: {"dtype": dtype_name(e.dtype), "shape": e.shape, "parts": len(e.parts)} for k, e in index.tensors.items()}
     head = {k: getattr(index, k) for k in ("path", "step", "world", "plan", "versions", "extra")}

@@ -22,7 +22,7 @@ WEIGHTS = ("model.", "buffer.")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did on this rank, by key. missing: not in the checkpoint. mismatched: stored in another shape or kind of number.
+    """What a load did on this rank, by key. missing: not in the checkpoint. mismatched: of another shape or kind of number.
 
     converted: stored in another floating dtype. bytes_read: from shards, whole blocks of 256 KiB.
     """
@@ -128,7 +128,7 @@ def read_weights(path: Path | str, dtype: torch.dtype | None = None) -> dict[str
 
 
 def verify(path: Path | str) -> int:
-    """Read all of a checkpoint against its checksums; returns the bytes of its tensors. Raises CheckpointError at the first damage."""
+    """Read all of a checkpoint against its checksums; returns the bytes of its shards. Raises CheckpointError at damage."""
     index = read_index(find_checkpoint(path))
     for rank, size in enumerate(index.sizes):
         sums = read_rank(index, rank)["sums"]

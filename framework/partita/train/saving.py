@@ -52,7 +52,7 @@ GONE = 10.0  # seconds after which a folder that vanished without an outcome cou
 class Snapshot:
     """All that one rank saves, taken at a step boundary; training may change everything else meanwhile.
 
-    data: bytes of the shard. parts: (key, shape, dtype, lo, hi, offset). extra, plan: used on rank 0. All but data are JSON values.
+    data: bytes of the shard. parts: (key, shape, dtype, lo, hi, offset). extra, plan: used on rank 0. All but data: JSON values.
     """
 
     data: torch.Tensor
@@ -153,13 +153,9 @@ class Save:
 
     def _reason(self, error: Exception, snapshot: Snapshot | None) -> str:
         path = self.temporary / shard_name(self.rank)
-        what = (
-            f"rank {self.rank}: {error}"
-            if isinstance(error, CheckpointError)
-            else f"rank {self.rank}: {type(error).__name__}: {error}"
-        )
         if not isinstance(error, OSError) or snapshot is None:
-            return what
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            return f"rank {self.rank}: {kind}{error}"
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{free_bytes(self.folder):,}"
@@ -168,15 +164,16 @@ class Save:
 
     def _error(self, reasons: str) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint of step {self.step} could not be written to {self.final}: {reasons}. Older checkpoints and `latest` are as "
-            "they were. Free space there, or set train.keep, run.dir or train.on_save_error=warn."
+            f"the checkpoint of step {self.step} could not be written to {self.final}: {reasons}. "
+            "Older checkpoints and `latest` are as they were. "
+            "Free space there, or set train.keep, run.dir or train.on_save_error=warn."
         )
 
     # ------------------------------------------------------------------ all but rank 0
 
     def _follow(self) -> None:
         """Wait for what rank 0 decides."""
-        beat, seen, gone = -1.0, time.monotonic(), 0.0
+        beat, seen = -1.0, time.monotonic()
         for _ in _ticks():
             if self._succeeded():
                 return
@@ -187,7 +184,7 @@ class Save:
                 raise self._error(f"rank {self.rank} was stopped before rank 0 had completed it")
             now, mtime = time.monotonic(), _mtime(self.temporary)
             if mtime != beat:
-                beat, seen, gone = mtime, now, now
+                beat, seen = mtime, now
             if now - seen > (self.patience if mtime else min(GONE, self.patience)):
                 raise self._error(f"rank 0 has shown no sign of life for {now - seen:.0f} s")
 
@@ -234,9 +231,8 @@ class Save:
             names = set(os.listdir(self.temporary)) if self.temporary.is_dir() else set()
             failed = sorted(n for n in names if n.endswith(".failed"))
             if failed:
-                raise CheckpointError(
-                    "; ".join(_text(self.temporary / n) or f"{n[:-7]}: no reason could be written" for n in failed)
-                )
+                reasons = [_text(self.temporary / n) or f"{n[:-7]}: its log has the reason" for n in failed]
+                raise CheckpointError("; ".join(reasons))
             missing = [r for r in range(self.world) if self._marker("done", r).name not in names]
             if not missing:
                 return
@@ -312,7 +308,7 @@ def recover(folder: Path) -> None:
 
 
 def tidy(folder: Path, keep: int, keep_best: int, attempt: str) -> None:
-    """Remove checkpoints that are neither among the `keep` saved last nor the `keep_best` of lowest score; list the best in best.json.
+    """Remove checkpoints that are neither among the `keep` saved last nor the `keep_best` of lowest score; write best.json.
 
     Order is that of saving, not of steps: after a return to an earlier step the new checkpoints are the newest.
     """

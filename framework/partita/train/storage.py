@@ -138,10 +138,10 @@ def _if_supported() -> Any:
 def write_shard(path: Path, data: torch.Tensor, between: Callable[[], None]) -> str:
     """Write the bytes `data` (1-D uint8, host) through to the disk; returns the CRC-32 of each block, 8 hex digits each.
 
-    Space is reserved first: a full disk is found before anything is written, other writers included. `between` is called before each
-    chunk and may raise. Raises OSError.
+    Space is reserved first: a full disk is found before anything is written, other writers included. `between` is called before
+    each chunk and may raise. Raises OSError.
     """
-    view = memoryview(data.numpy())
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
     sums: list[str] = []
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
@@ -197,7 +197,7 @@ def _read_chunk(handle: int, path: Path, size: int, sums: str, chunk: int, piece
     wanted: set[int] = set()
     for p in pieces:
         wanted.update(range((max(p.lo, base) - base) // BLOCK, -(-(min(p.hi, base + CHUNK) - base) // BLOCK)))
-    view = memoryview(scratch.numpy())
+    view = memoryview(scratch.numpy())  # type: ignore[arg-type]
     read = 0
     for first, last in _runs(sorted(wanted)):
         lo, hi = first * BLOCK, min(last * BLOCK, size - base)
