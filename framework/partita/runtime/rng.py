@@ -18,7 +18,7 @@ def name_generator(seed: int, name: str) -> torch.Generator:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """State of python's, numpy's, torch's and the accelerator's generators, JSON-able."""
+    """State of Python's, numpy's, torch's and the accelerator's generators, JSON-able."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -26,24 +26,32 @@ def get_rng_state() -> dict[str, Any]:
         "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = _encode(torch.cuda.get_rng_state())
+    kind_of = _accelerator()
+    if kind_of:
+        state[kind_of] = _encode(torch.get_device_module(kind_of).get_rng_state())
     return state
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The counterpart of `get_rng_state`."""
+    """The counterpart of `get_rng_state`. A device's state counts where the same kind of device is in use."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_decode(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    kind_of = _accelerator()
+    if kind_of in state:
+        torch.get_device_module(kind_of).set_rng_state(_decode(state[kind_of]))
+
+
+def _accelerator() -> str | None:
+    """Device type of the accelerator in use, if there is one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else None
 
 
 def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.numpy())).decode()
+    return base64.b64encode(bytes(state.cpu().numpy())).decode()
 
 
 def _decode(text: str) -> torch.Tensor:

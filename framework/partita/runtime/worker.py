@@ -1,34 +1,38 @@
-"""What stands around the work of each rank: logs, process group, watch over its parent and its peers, one message on failure."""
+"""What stands around the work of each rank: logs, process group, watch over its parent and its peers, a report on failure."""
 
 from __future__ import annotations
 
-import ctypes
-import json
-import logging
 import os
-import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from partita.errors import RunInterrupted
-from partita.runtime import phase
+from partita.runtime import failure, phase
 from partita.runtime.device import Device
+from partita.runtime.logs import Logs
 from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
+from partita.runtime.watch import Watch, die_with
 
-FAILURE = "failure.json"
-WATCH = 0.5  # seconds between looks at parent and peers
-LINGER = 3.0  # seconds that a rank gets to leave by itself after another has failed
+Entry = Callable[[RunSpec], dict[str, Any]]
+PATIENCE = 2.0  # seconds that a rank whose collective broke waits for the cause to be told
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank comes from. `parent`: process id of whoever started it. `board`: file for positions, if that was us."""
+
+    name: str
+    parent: int
+    board: Path | None = None
 
 
 @dataclass
@@ -40,133 +44,97 @@ class Outcome:
     message: str = ""
 
 
-def run_rank(entry: Callable[[RunSpec], dict[str, Any]], spec: RunSpec, ranks: int, parent: int) -> Outcome:
-    """Body of one rank. `ranks` 0: somebody else has started this process, and `parent` is itself."""
-    spawned = ranks > 0
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if spawned:
-        _die_with(parent)
-    _open_log(spec, rank)
+def run_spawned(entry: Entry, spec: RunSpec, origin: Origin) -> Outcome:
+    """Body of a rank that we have started. A failure ends the process here: the parent gives the message."""
+    os.setpgid(0, 0)  # a Ctrl-C in the terminal goes to the parent, which tells all ranks, once
     StopFlag.installed()
-    torch.set_num_threads(_threads(spec, world))
-    watch = _Watch(spec.job.dir / FAILURE, parent if spawned else None)
+    rank = int(os.environ["RANK"])
+    assert origin.board is not None
+    phase.share(origin.board, rank)
+    die_with(origin.parent)
+    logs = Logs(failure.folder(spec.job.dir), rank, spec.config["launch"]["log_level"])
+    try:
+        return _work(entry, spec, origin, logs)
+    except BaseException as error:
+        failure.report(spec.job.dir, rank, error)
+        _leave(1)
+
+
+def run_joined(entry: Entry, spec: RunSpec, origin: Origin) -> Outcome:
+    """Body of a rank that somebody else has started. Raises RankFailure on each rank, of which the console shows one."""
+    StopFlag.installed()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        failure.clear(spec.job.dir)
+    logs = Logs(failure.folder(spec.job.dir), rank, spec.config["launch"]["log_level"])
+    try:
+        return _work(entry, spec, origin, logs)
+    except BaseException as error:
+        told = _first(spec.job.dir, failure.report(spec.job.dir, rank, error))
+        if told.rank == rank:
+            logs.alone()
+        else:
+            logs.silence()
+        text = failure.message(spec.job.dir, world, told)
+        raise failure.RankFailure(text, told.rank, told.exit_status) from None
+
+
+def _work(entry: Entry, spec: RunSpec, origin: Origin, logs: Logs) -> Outcome:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    threads = _threads(spec)
+    torch.set_num_threads(threads)
+    logs.header(f"{_now()} rank {rank} of {world}, process {os.getpid()}, {threads} threads, started by {origin.name}")
+    phase.set(step=0, phase="connect")
+    _connect(spec)
+    watch = Watch(failure.folder(spec.job.dir) / failure.FIRST, origin.parent)
     watch.start()
     try:
-        _join(spec, world)
-        return Outcome(summary=entry(spec))
+        outcome = Outcome(summary=entry(spec))
     except RunInterrupted as stopped:
-        return Outcome(signum=stopped.signum, message=str(stopped))
-    except BaseException as error:
-        _report(spec, rank, error)
-        raise
-    finally:
-        watch.stop()
-        if spawned and dist.is_initialized():
-            dist.destroy_process_group()
+        outcome = Outcome(signum=stopped.signum, message=str(stopped))
+    _disconnect()
+    watch.stop()
+    phase.set(step=phase.current.step, phase=phase.DONE)
+    logs.header(f"{_now()} {'stopped by a signal' if outcome.signum else 'done'} after step {phase.current.step}")
+    return outcome
 
 
-def _join(spec: RunSpec, world: int) -> None:
-    if world > 1 and not dist.is_initialized():
-        device = Device.current()
-        dist.init_process_group(device.backend, timeout=timedelta(seconds=spec.config["launch"]["timeout"]))
+def _connect(spec: RunSpec) -> None:
+    device = Device.current()
+    limit = timedelta(seconds=spec.config["launch"]["timeout"])
+    dist.init_process_group(device.backend, timeout=limit, device_id=None if device.kind == "cpu" else device.torch_device)
 
 
-def _threads(spec: RunSpec, world: int) -> int:
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.barrier()  # nobody closes its connections while another one still reads
+        dist.destroy_process_group()
+
+
+def _threads(spec: RunSpec) -> int:
+    """Compute threads of this rank: as asked, or its share of the cores."""
     wanted = spec.config["launch"]["threads"]
     if wanted != "auto":
         return int(wanted)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return max(1, len(os.sched_getaffinity(0)) // local)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel (Linux) to end this process with its parent, kill -9 included."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+def _first(run: Path, own: failure.Failure) -> failure.Failure:
+    """The failure that the run is judged by. A rank whose collective broke waits a moment: somebody else knows why."""
+    first = failure.folder(run) / failure.FIRST
+    end = time.monotonic() + (PATIENCE if own.echo else 0.0)
+    while not first.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    return failure.claim(run, own)
 
 
-def _open_log(spec: RunSpec, rank: int) -> None:
-    """Rank 0 writes to the console and to its file, other ranks to their file only."""
-    folder = spec.job.dir / "log"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{rank}.log"
-    if rank:
-        file = path.open("a", buffering=1)
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    root = logging.getLogger()
-    root.handlers.clear()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if rank == 0:
-        handlers.append(logging.FileHandler(path))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-        root.addHandler(handler)
-    root.setLevel(spec.config["launch"]["log_level"].upper())
+def _leave(status: int) -> NoReturn:
+    """End the process now; threads and collectives of a failed rank may never end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
-class _Watch(threading.Thread):
-    """Ends this process when its parent is gone, or when another rank has failed and this one can't know."""
-
-    def __init__(self, failure: Path, parent: int | None) -> None:
-        super().__init__(daemon=True, name="partita-watch")
-        self._failure, self._parent, self._done = failure, parent, threading.Event()
-
-    def run(self) -> None:
-        """Look twice a second."""
-        while not self._done.wait(WATCH):
-            if self._parent is not None and os.getppid() != self._parent:
-                os._exit(1)
-            if self._failure.exists():
-                if not self._done.wait(LINGER):
-                    os._exit(1)
-                return
-
-    def stop(self) -> None:
-        """The rank ends by itself."""
-        self._done.set()
-
-
-def _report(spec: RunSpec, rank: int, error: BaseException) -> None:
-    """Traceback to the rank's log; the first rank that fails leaves the message for everybody."""
-    log_file = spec.job.dir / "log" / f"rank{rank}.log"
-    with log_file.open("a") as file:
-        file.write("".join(traceback.format_exception(error)))
-    message = {
-        "rank": rank,
-        "step": phase.current.step,
-        "phase": phase.current.phase,
-        "cause": f"{type(error).__name__}: {error}",
-        "time": time.time(),
-    }
-    own = spec.job.dir / f".failure-{rank}.json"
-    own.write_text(json.dumps(message))
-    try:
-        os.link(own, spec.job.dir / FAILURE)
-    except FileExistsError:
-        logging.getLogger("partita").debug("another rank failed first")
-    own.unlink()
-
-
-def clear_outcomes(folder: Path) -> None:
-    """Forget the failure of an earlier try in the same run folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FAILURE).unlink(missing_ok=True)
-
-
-def read_failure(spec: RunSpec, error: BaseException) -> str:
-    """The one message for a failed run: rank, step, phase, cause, log file."""
-    path = spec.job.dir / FAILURE
-    ranks = spec.ranks
-    if path.exists():
-        m = json.loads(path.read_text())
-        log_file = spec.job.dir / "log" / f"rank{m['rank']}.log"
-        return f"rank {m['rank']} of {ranks} failed at step {m['step']} ({m['phase']}): {m['cause']}\n    log: {log_file}"
-    failures = getattr(error, "failures", {})
-    if failures:
-        rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
-        log_file = spec.job.dir / "log" / f"rank{rank}.log"
-        return f"rank {rank} of {ranks} ended without a word (exit code {first.exitcode})\n    log: {log_file}"
-    return f"the ranks ended: {error}"
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from partita.errors import PartitaError, RunInterrupted
 from partita.models.noise import Noise
 from partita.runtime import phase
+from partita.runtime.signals import signal_of
 from partita.train.progress import Progress
 from partita.train.run import Run, save
 
@@ -50,8 +51,8 @@ class Control:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        tokens, signal = self._values.tolist()
-        return tokens, signal
+        tokens, signals = self._values.tolist()
+        return tokens, signal_of(signals)
 
 
 def train(run: Run) -> dict[str, Any]:
