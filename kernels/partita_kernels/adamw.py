@@ -65,9 +65,9 @@ def adamw_(
 ) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), or with decoupled=False Adam with decay in the gradient, in place.
 
-    All tensors are 1-D and contiguous, range by range of equal length, any length; params and moments float32, gradients
     All tensors are 1-D, contiguous and of any length, range by range of equal length; params and moments float32, gradients
-    on the gradients (unscale x clip). skip: 0-d; nonzero: nothing changes. Gradients may be overwritten.
+    float32, bfloat16 or float16. copies: low-precision weights to write, or None for a range. step counts from 1. scale: 0-d
+    float32 factor on the gradients (unscale x clip). skip: 0-d; nonzero: nothing changes. Gradients may be overwritten.
     Raises ValueError for unequal lengths.
     """
     work = batches(params, grads, [exp_avgs, exp_avg_sqs], copies)

@@ -103,6 +103,7 @@ def _cpu() -> bytes:
 
 
 double = ctypes.c_double
+single = ctypes.c_float
 integer = ctypes.c_int64
 
 

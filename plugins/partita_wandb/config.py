@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
 
 
 @dataclass
@@ -12,6 +11,6 @@ class TrackerConfig:
 
     name: str = "wandb"  # wandb, none
     project: str = "partita"
-    entity: Optional[str] = None  # user or team; default: the key's own
+    entity: str | None = None  # user or team; default: the key's own
     mode: str = "auto"  # auto (online where a key is configured, else offline), offline, online, disabled
     tags: list[str] = field(default_factory=list)

@@ -60,7 +60,7 @@ def partita_run_start(run: Any) -> None:
 
     from partita.plan.make import plan_dict
 
-    mode = tracker.mode if tracker.mode != "auto" else ("online" if has_key() else "offline")
+    mode: Any = tracker.mode if tracker.mode != "auto" else ("online" if has_key() else "offline")
     job = run.spec.job
     os.environ.setdefault("WANDB_SILENT", "true")
     made = wandb.init(

@@ -1,6 +1,6 @@
 """The plain torch loop that `overhead.py` compares with: DDP, fused AdamW, clipping. Imports nothing of Partita but the model.
 
-    python scripts/bench/plain.py first      # prints the seconds from the start of the process to the end of the first update
+python scripts/bench/plain.py first      # prints the seconds from the start of the process to the end of the first update
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 
-def make_batches(rank: int, world: int, batch: int, sequence: int, vocab: int, count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(
+    rank: int, world: int, batch: int, sequence: int, vocab: int, count: int = 8
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Seeded random tokens: (inputs, labels) of a rank for `count` updates, used in turn."""
     g = torch.Generator().manual_seed(rank)
     share = batch // world
@@ -39,7 +41,7 @@ class PlainLoop:
         total = 0.0
         for i, (a, b) in enumerate(zip(x.chunk(self.micro_batches), y.chunk(self.micro_batches), strict=True)):
             last = i == self.micro_batches - 1
-            if self.world > 1:
+            if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
                 self.model.require_backward_grad_sync = last
             logits = self.model(a)
             loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), b.reshape(-1)) / self.micro_batches

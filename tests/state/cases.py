@@ -93,7 +93,11 @@ def split_groups(rank: int, world: int, placement: str, split: bool) -> dict[str
     """The same parameters in one group, or in two with equal settings."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
-    groups = [OptimizerGroup(["0.*"], 1.0, 0.1), OptimizerGroup(["*"], 1.0, 0.1 + 1e-12)] if split else [OptimizerGroup(["*"], 1.0, 0.1)]
+    groups = (
+        [OptimizerGroup(["0.*"], 1.0, 0.1), OptimizerGroup(["*"], 1.0, 0.1 + 1e-12)]
+        if split
+        else [OptimizerGroup(["*"], 1.0, 0.1)]
+    )
     engine = engine_for(rank, world, placement, model, OptimizerConfig(lr=0.01, groups=groups))
     for step in range(3):
         engine.begin_step()

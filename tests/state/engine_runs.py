@@ -27,7 +27,9 @@ BF16 = Precision(compute="bfloat16", gradient="float32", reduce="float32", maste
 def make_plan(world: int, placement: str, micro_batches: int = 1, replicate: int = 1, precision: Precision = FP32) -> Plan:
     """A plan over `world` ranks."""
     layout = Layout(replicate=replicate, shard=world // replicate)
-    return Plan(layout=layout, placement=PLACEMENTS[placement], precision=precision, schedule=Schedule(micro_batches=micro_batches))
+    return Plan(
+        layout=layout, placement=PLACEMENTS[placement], precision=precision, schedule=Schedule(micro_batches=micro_batches)
+    )
 
 
 def optimizer_config(rule: str) -> OptimizerConfig:

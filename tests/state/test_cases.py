@@ -112,7 +112,10 @@ def test_tied_weights_from_meta_get_the_whole_gradient(placement: str) -> None:
 @every_placement
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_evaluation_between_forward_and_backward(placement: str, mode: str) -> None:
-    plain, disturbed = ranks(2, cases.evaluation_between, placement, "none")[0], ranks(2, cases.evaluation_between, placement, mode)[0]
+    plain, disturbed = (
+        ranks(2, cases.evaluation_between, placement, "none")[0],
+        ranks(2, cases.evaluation_between, placement, mode)[0],
+    )
     for name, value in plain.items():
         assert torch.equal(disturbed[name], value), name
 

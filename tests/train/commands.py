@@ -20,11 +20,15 @@ TINY = (
 
 def environment(**changes: str) -> dict[str, str]:
     """Without the traces of an outer launcher."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT")}
+    clean = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+    }
     return {**clean, "WANDB_SILENT": "true", **changes}
 
 
-def train(folder: Path, *overrides: str, timeout: float = 120, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, *overrides: str, timeout: float = 120, check: bool = True, **env: str
+) -> subprocess.CompletedProcess[str]:
     """`scripts/train.py run.dir=folder ...` with tiny settings; the output is text."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment(**env), check=False)
@@ -37,7 +41,9 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     """The same in the background, in a session of its own."""
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
     log = (folder.parent / f"{folder.name}.out").open("a")
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(), start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(), start_new_session=True
+    )
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

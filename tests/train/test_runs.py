@@ -52,14 +52,23 @@ def test_every_layout_gives_the_same_training(reference: Path, tmp_path: Path, o
 
 
 def test_a_run_leaves_what_it_promises(reference: Path) -> None:
-    assert {p.name for p in reference.iterdir()} >= {"config.yaml", "plan.yaml", "manifest.yaml", "metrics.jsonl", "log", "checkpoints"}
+    assert {p.name for p in reference.iterdir()} >= {
+        "config.yaml",
+        "plan.yaml",
+        "manifest.yaml",
+        "metrics.jsonl",
+        "log",
+        "checkpoints",
+    }
     plan = yaml.safe_load((reference / "plan.yaml").read_text())
     assert plan["layout"]["shard"] == 1
     assert (reference / "log" / "rank0.log").exists()
     assert [m["step"] for m in commands.metrics(reference)] == list(range(1, 13))
 
 
-@pytest.mark.parametrize("layout", [("parallel.data=1",), ("parallel.data=2",), ("+strategy=zero3", "parallel.data=2")], ids=" ".join)
+@pytest.mark.parametrize(
+    "layout", [("parallel.data=1",), ("parallel.data=2",), ("+strategy=zero3", "parallel.data=2")], ids=" ".join
+)
 def test_resume_in_the_same_or_another_layout(reference: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
     start = reference / "checkpoints" / "step-00000006"
@@ -116,7 +125,9 @@ def test_a_kill_costs_nothing_that_was_saved(tmp_path: Path, victim: str) -> Non
 
 def test_a_failing_rank_costs_one_message(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    done = commands.train(folder, "parallel.data=2", "optimizer.lr=1e30", "optimizer=sgd", "train.grad_clip=0", check=False, timeout=60)
+    done = commands.train(
+        folder, "parallel.data=2", "optimizer.lr=1e30", "optimizer=sgd", "train.grad_clip=0", check=False, timeout=60
+    )
     assert done.returncode == 1
     assert "rank" in done.stderr
     assert "step" in done.stderr
@@ -130,7 +141,9 @@ def test_a_sweep_has_a_folder_and_a_result_for_each_job(tmp_path: Path) -> None:
     overrides = [f"hydra.sweep.dir={sweep}", *commands.TINY, "parallel.data=1", "train.steps=2"]
     axes = ["+strategy=ddp", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16"]
     command = [sys.executable, str(commands.ROOT / "scripts" / "train.py"), "-m", *overrides, *axes]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=160, cwd=commands.ROOT, env=commands.environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=160, cwd=commands.ROOT, env=commands.environment(), check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     jobs = sorted(p.parent for p in sweep.glob("*/config.yaml"))
     assert len(jobs) == 4

@@ -68,7 +68,21 @@ def parse_command(argv: Sequence[str]) -> Command:
     if unknown:  # a lone word is the value of a flag that doesn't exist, not one more mistake
         overrides = [o for o in overrides if "=" in o or o.startswith("~")]
     command = Command(flags, tuple(overrides), unknown)
+    _check_flags(command)
     return _absolute_folders(command)
+
+
+def _check_flags(command: Command) -> None:
+    """Raise ConfigError for flags that exclude each other (Hydra raises a bare ValueError)."""
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in ("run", "multirun", "cfg", "info", "shell_completion")
+        if command.flags.get(name)
+    ]
+    if len(given) > 1:
+        raise refusal([Problem(" ".join(given), "these flags exclude each other", f"keep one of them: {' or '.join(given)}")])
+    if command.flags.get("resolve") and not (command.flags.get("cfg") or command.flags.get("help")):
+        raise refusal([Problem("--resolve", "resolving means showing a config", "add --cfg job")])
 
 
 def _raise_instead_of_exit(parser: ArgumentParser) -> None:

@@ -156,7 +156,7 @@ def through_the_door(config: DictConfig, registry: Registry, folder: Path) -> An
     """The plain config of a job, checked. `run.dir` becomes the job's folder, `plugins.block` what is really blocked."""
     root = root_type(registry)
     OmegaConf.update(config, "run.dir", str(folder))
-    groups = GlobalHydra.instance().config_loader().list_groups("") if GlobalHydra.instance().is_initialized() else []
+    groups = GlobalHydra.instance().config_loader().repository.get_group_options("") if GlobalHydra.instance().is_initialized() else []
     plain = to_objects(config, root, [g for g in groups if g != "hydra"])
     plain.plugins.block = list(registry.blocked)
     problems = check_config(plain, registry.slots())

@@ -62,6 +62,8 @@ def _problem(error: BaseException, keys: Sequence[str]) -> Problem:
         return _omegaconf(cause, _origin(str(error)), keys)
     if isinstance(error, OmegaConfBaseException):
         return _omegaconf(error, "", keys)
+    if "raised while composing config" in str(error):
+        return _in_file(str(error), keys)
     if isinstance(error, ConfigCompositionException | HydraException):
         return _composition(str(error))
     return Problem("config", _first_line(str(error)) or type(error).__name__, "see --cfg job for what the command composes")
@@ -139,6 +141,17 @@ def _composition(text: str) -> Problem:
     if found := re.search(r"config group '([^']+)' does not", text):
         return Problem(found[1], "there is no such config group", "--help lists the groups")
     return Problem("config", _first_line(text), "see --cfg job, and --info defaults-tree for which file brings what")
+
+
+def _in_file(text: str, keys: Sequence[str]) -> Problem:
+    """A YAML file that doesn't fit the schema."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "") or "config"
+    reason = lines[1] if len(lines) > 1 else lines[0]
+    if reason.startswith("Key '"):
+        remedy = _sentence(did_you_mean(key, {*keys, *(k.split(".")[0] for k in keys)}))
+        return Problem(key, f"unknown config key (in {_origin(text)})", remedy)
+    return Problem(key, f"{reason} (in {_origin(text)})", "give a value of the key's type; --cfg job shows its default")
 
 
 def twice(group: str) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -35,8 +36,9 @@ class Known:
     @classmethod
     def of(cls, root: type, loader: Any, chosen: Mapping[str, str]) -> Known:
         """From the schema and Hydra's config loader; `chosen` is empty for a primary config of the user's own."""
-        names = [g for g in loader.list_groups("") if g != "hydra"]
-        groups = {g: tuple(loader.get_group_options(g, results_filter=ObjectType.CONFIG)) for g in names}
+        repository = loader.repository  # the loader's own methods copy all of it at each call
+        names = [g for g in repository.get_group_options("", results_filter=ObjectType.GROUP) if g != "hydra"]
+        groups = {g: tuple(repository.get_group_options(g, results_filter=ObjectType.CONFIG)) for g in names}
         return cls(root, tuple(leaves(root)), groups, chosen, bool(chosen))
 
 
@@ -115,7 +117,7 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
                 yield Problem(
                     group,
                     f"there is no option {describe(name)!r} in group {group!r}",
-                    _options(plus + group, describe(name), options),
+                    _options(plus + group, name, options),
                 )
 
 
@@ -158,7 +160,13 @@ def _may_append(key: str, kind: Any, known: Known) -> bool:
     """Hydra takes `+` where the value is None, a list or a dict, and below open dicts."""
     if kind is Any or getattr(strip_optional(kind), "__origin__", None) in (list, dict):
         return True
-    return OmegaConf.select(OmegaConf.structured(known.root), key, throw_on_resolution_failure=False) is None
+    return OmegaConf.select(_defaults(known.root), key, throw_on_resolution_failure=False) is None
+
+
+@functools.cache
+def _defaults(root: type) -> Any:
+    """The schema's own values. To be left as they are: making them takes long."""
+    return OmegaConf.structured(root)
 
 
 def _unknown(o: Override, known: Known) -> Problem:
@@ -180,7 +188,7 @@ def _value_problem(key: str, kind: Any, value: Any, root: type) -> Problem | Non
             return None
         names = ", ".join(f"{key}.{n}" for n in list(field_types(inner))[:6])
         return Problem(key, f"{describe(value)!r} can't stand for a whole node", f"set a key of it: {names}, ...")
-    config = OmegaConf.structured(root)
+    config = _defaults(root)
     now = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     if value is None or value == "":
         if NoneType in get_args(kind) or kind is Any or (value == "" and inner is str):
@@ -188,6 +196,7 @@ def _value_problem(key: str, kind: Any, value: Any, root: type) -> Problem | Non
         return Problem(key, "no value is given", f"give {words(kind)}; default: {describe(now)}")
     try:
         OmegaConf.update(config, key, value, merge=True)
+        OmegaConf.update(config, key, now, merge=False)
     except OmegaConfBaseException:
         return Problem(
             key,

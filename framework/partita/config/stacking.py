@@ -1,6 +1,6 @@
-"""Composites (strategy, experiment) that choose options of other groups: two must not choose differently, none for a group that is gone.
+"""Composites (strategy, experiment) choose options of other groups: no two differently, and none of a group that is gone.
 
-Hydra lets the last one win without a word.
+Hydra would let one of them win without a word.
 """
 
 from __future__ import annotations

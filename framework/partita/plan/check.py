@@ -75,6 +75,11 @@ def _check_tiers(plan: Plan, able: Capabilities) -> list[Problem]:
 
 def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
     problems = []
+    for name in ("master", "optimizer", "gradient"):
+        dtype = getattr(plan.precision, name)
+        if dtype not in able["state_dtypes"]:
+            remedy = f"Use {_options(able['state_dtypes'])}."
+            problems.append(_missing(f"precision.{name}", f"{dtype} for {name} states", remedy))
     decisions = {plan.activations.default, *(d for _, d in plan.activations.units)}
     for decision in sorted(decisions - able["activations"]):
         what = f"recompute by {decision}"

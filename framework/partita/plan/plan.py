@@ -87,7 +87,10 @@ class Tiers:
 
 @dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale (Micikevicius et al. 2018, section 3.2): halves after `hysteresis` overflows in a row, doubles after `interval` good steps."""
+    """Loss scale (Micikevicius et al. 2018, section 3.2).
+
+    Where dynamic, it is divided by `factor` after `hysteresis` overflows in a row and multiplied by it after `interval` good steps.
+    """
 
     initial: float = 65536.0
     factor: float = 2.0
@@ -186,4 +189,5 @@ SECTIONS = ("layout", "schedule", "precision", "placement", "tiers", "activation
 
 
 def _rebuild(sections: tuple[Any, ...], extensions: dict[str, Any]) -> Plan:
-    return Plan(*sections, extensions=MappingProxyType(extensions))
+    named: dict[str, Any] = dict(zip(SECTIONS, sections, strict=True))
+    return Plan(**named, extensions=MappingProxyType(extensions))

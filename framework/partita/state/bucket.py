@@ -60,14 +60,21 @@ class Bucket:
     """Flat buffers of one `BucketLayout` on this rank."""
 
     def __init__(
-        self, layout: BucketLayout, state: StateLayout, groups: Groups, collectives: Collectives, pool: BufferPool, device: torch.device
+        self,
+        layout: BucketLayout,
+        state: StateLayout,
+        groups: Groups,
+        collectives: Collectives,
+        pool: BufferPool,
+        device: torch.device,
+        wire: torch.dtype,
     ) -> None:
         self.layout, self._groups, self._collectives, self._pool = layout, groups, collectives, pool
         self._placement: Placement = state.placement
         self.index = groups.shard.rank
         compute, master = dtype_of(state.precision.compute), dtype_of(state.precision.master)
         self._gradient_dtype, self._accumulator_dtype = state.gradient_dtype, dtype_of(state.precision.gradient)
-        self._wire = dtype_of(state.precision.reduce)
+        self._wire = wire  # of gradients on their way to be summed
         n = layout.shard
         self.full = torch.zeros(layout.padded, dtype=compute, device=device)
         self._bytes = self.full.untyped_storage().size()
@@ -76,7 +83,9 @@ class Bucket:
         self.own = torch.zeros(n, dtype=compute, device=device) if self.cut else self._mine(self.full)
         separate = layout.trainable and compute != master
         self.master = torch.zeros(n, dtype=master, device=device) if separate else self.own
-        self.states = {k: torch.zeros(n, dtype=dtype_of(d), device=device) for k, d in state.states.items()} if layout.trainable else {}
+        self.states = (
+            {k: torch.zeros(n, dtype=dtype_of(d), device=device) for k, d in state.states.items()} if layout.trainable else {}
+        )
         self.weights = Weights.GATHERED
         self._gathering: Work | None = None
         self.gradient: torch.Tensor | None = None
@@ -178,7 +187,9 @@ class Bucket:
         assert self.reduced is not None
         if self._groups.shard.size > 1:
             send = buffer if self._wire.itemsize >= buffer.dtype.itemsize else buffer.to(self._wire)
-            self._reducing = self._collectives.reduce_scatter(self.reduced, send, self._groups.shard, accumulate=self._accumulated)
+            self._reducing = self._collectives.reduce_scatter(
+                self.reduced, send, self._groups.shard, accumulate=self._accumulated
+            )
         else:
             self._reducing = self._collectives.all_reduce(buffer, self._groups.replicas, self._wire)
 

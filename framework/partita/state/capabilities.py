@@ -8,6 +8,7 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "axes": frozenset(DATA_AXES),  # layout axes that may be larger than one
     "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
     "tiers": frozenset({"accelerator"}),
+    "state_dtypes": frozenset({"float32"}),  # master weights, moments, gradient accumulation
     "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction
     "gather_formats": frozenset({"native"}),
     "algorithms": frozenset({"flat"}),

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from partita_kernels import squared_norm
 from torch import nn
 
 from partita.errors import PartitaError
@@ -32,6 +31,7 @@ from partita.state.optimizers import Rule, Update
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
 from partita.state.units import ROOT, Binding, bind_parameters, find_units
+from partita_kernels import squared_norm
 
 Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 
@@ -103,7 +103,9 @@ class StateEngine:
     def _refuse_odd_dtypes(self) -> None:
         odd = [b.name for b in self.bindings if not b.parameter.dtype.is_floating_point]
         if odd:
-            raise PartitaError(f"parameters must be floating point; these are not: {', '.join(odd[:5])}. Register them as buffers.")
+            raise PartitaError(
+                f"parameters must be floating point; these are not: {', '.join(odd[:5])}. Register them as buffers."
+            )
 
     def materialize(self, source: Source | None = None) -> None:
         """Allocate all buffers, bind the parameters to them, and fill them.
@@ -112,10 +114,12 @@ class StateEngine:
         and one whole parameter is in memory at a time. None: the module's own values are taken.
         """
         pool = BufferPool(self.device)
+        wire = self.plan.collectives.gradient_reduce.format
+        wire_dtype = dtype_of(self.plan.precision.reduce if wire == "native" else wire)
         by_name = {b.name: b for b in self.bindings}
         buckets: dict[str, list[Bucket]] = {}
         for layout in self.layout.buckets:
-            bucket = Bucket(layout, self.layout, self.groups, self._collectives, pool, self.device)
+            bucket = Bucket(layout, self.layout, self.groups, self._collectives, pool, self.device, wire_dtype)
             for i, s in enumerate(layout.segments):
                 value = source(s.name, s.shape) if source else by_name[s.name].parameter.detach()
                 if tuple(value.shape) != s.shape:
@@ -155,9 +159,9 @@ class StateEngine:
             if buffer.is_meta:
                 raise PartitaError(f"buffer {name!r} is on the meta device and its module has no init_buffers(device) to fill it")
         for module in self.model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device:
-                    module._buffers[key] = buffer.to(self.device)
+            for key, held in module._buffers.items():
+                if held is not None and held.device != self.device:
+                    module._buffers[key] = held.to(self.device)
 
     def _build_updates(self) -> list[tuple[int, Update]]:
         """One `Update` for each hyper-parameter group: views are made once, not on every step."""
@@ -317,7 +321,9 @@ class StateEngine:
         self.updates += 1
         for group, update in self._updates:
             hyper = self.layout.groups[group]
-            self.rule.update(update, step=self.updates, lr=lr * hyper.lr_scale, weight_decay=hyper.weight_decay, scale=self._scale)
+            self.rule.update(
+                update, step=self.updates, lr=lr * hyper.lr_scale, weight_decay=hyper.weight_decay, scale=self._scale
+            )
         for bucket in self.buckets:
             if bucket.layout.trainable:
                 bucket.updated()
@@ -376,7 +382,9 @@ class StateEngine:
             kinds["parameters"] += [b.own if b.cut else b.full]
             kinds["gradients"] += [t for t in (b.reduced, b.gradient) if t is not None]
             kinds["optimizer"] += [*b.states.values(), *([b.master] if b.master is not b.own else [])]
-        return {k: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in v}.values()) for k, v in kinds.items()}
+        return {
+            k: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in v}.values()) for k, v in kinds.items()
+        }
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -392,7 +400,11 @@ class StateEngine:
                     out += self._slices(bucket, s, a, b)
         if self.mesh.rank == 0:
             for name, tensor in self._saved_buffers():
-                out.append(StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().reshape(-1)))
+                out.append(
+                    StateSlice(
+                        f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().reshape(-1)
+                    )
+                )
         return out
 
     def load_slices(self) -> list[StateSlice]:
@@ -402,7 +414,9 @@ class StateEngine:
             for s, lo, hi in bucket.layout.owned(bucket.index):
                 out += self._slices(bucket, s, lo, hi)
         for name, tensor in self._saved_buffers():
-            out.append(StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1)))
+            out.append(
+                StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1))
+            )
         return out
 
     def _slices(self, bucket: Bucket, s: Segment, lo: int, hi: int) -> list[StateSlice]:

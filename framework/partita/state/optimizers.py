@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
 from partita_kernels import adamw_, sgd_
 
 

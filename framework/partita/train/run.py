@@ -118,7 +118,9 @@ def _build(run: Run) -> None:
     run.schedule = registry.provide("lr_schedule", config.lr_schedule.name)(config.lr_schedule, config.train.steps)
     run.data = _make_data(run, objective)
     t = config.train
-    run.checkpoints = Checkpointer(run.dir / "checkpoints", run.mesh, keep=t.keep, keep_best=t.keep_best, asynchronous=t.async_save)
+    run.checkpoints = Checkpointer(
+        run.dir / "checkpoints", run.mesh, keep=t.keep, keep_best=t.keep_best, asynchronous=t.async_save
+    )
     run.metrics = MetricsFile(run.dir / "metrics.jsonl", enabled=run.rank == 0)
     resume(run)
 
@@ -189,7 +191,13 @@ def resume(run: Run) -> None:
 def save(run: Run, score: float | None = None) -> None:
     """Start a checkpoint of the state after `run.step`. Collective: every rank calls it."""
     phase.set(step=run.step, phase="save")
-    extra = {"step": run.step, "engine": run.engine.extra_state(), "data": run.data.state(), "best": run.best, "config": run.spec.config}
+    extra = {
+        "step": run.step,
+        "engine": run.engine.extra_state(),
+        "data": run.data.state(),
+        "best": run.best,
+        "config": run.spec.config,
+    }
     run.checkpoints.save(run.step, run.engine.save_slices(), extra, {"rng": get_rng_state()}, score)
     run.notify("partita_save", step=run.step, path=run.checkpoints.path(run.step))
     phase.set(step=run.step, phase="train")

@@ -1,0 +1,139 @@
+"""Sweeps: folders, types, jobs that fail, jobs that are done, the table at the end, the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partita.config.summary import Outcome, finished, outcomes
+
+APP = Path(__file__).with_name("jobs.py")
+GRID = ["-m", "+strategy=ddp", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16"]
+
+
+def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(APP), *argv], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=90
+    )
+
+
+def jobs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the job has seen, by job folder."""
+    return {p.parent.name: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(folder.glob("*/seen.jsonl"))}
+
+
+def only_sweep(cwd: Path) -> Path:
+    (sweep,) = (cwd / "outputs" / "sweeps").iterdir()
+    return sweep
+
+
+def test_grid(tmp_path: Path) -> None:
+    done = run(*GRID, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sweep = only_sweep(tmp_path)
+    seen = jobs(sweep)
+    assert list(seen) == [
+        "0_optimizer.lr=0.001,precision=fp32",
+        "1_optimizer.lr=0.001,precision=bf16",
+        "2_optimizer.lr=0.003,precision=fp32",
+        "3_optimizer.lr=0.003,precision=bf16",
+    ]
+    lines = [line for (line,) in seen.values()]
+    assert [x["config"]["optimizer"]["lr"] for x in lines] == [0.001, 0.001, 0.003, 0.003]
+    assert all(isinstance(x["config"]["optimizer"]["lr"], float) for x in lines)
+    assert [x["number"] for x in lines] == [0, 1, 2, 3]
+    assert {x["sweep"] for x in lines} == {sweep.name}
+    assert [Path(x["dir"]) for x in lines] == [sweep / name for name in seen] == [Path(x["config"]["run"]["dir"]) for x in lines]
+    assert "4 of 4 jobs done" in done.stdout
+    assert "0.0020 *" in done.stdout
+
+
+def test_failed_job_is_told_at_once_and_the_same_command_finishes_the_rest(tmp_path: Path) -> None:
+    first = run(*GRID, cwd=tmp_path, FAIL_LR="0.001")
+    assert first.returncode == 1
+    sweep = only_sweep(tmp_path)
+    assert len(jobs(sweep)) == 2
+    assert "job 0 (0_optimizer.lr=0.001,precision=fp32) failed" in first.stderr
+    assert "boom in the job" in first.stderr
+    assert "2 of 4 jobs done" in first.stdout
+    second = run(*GRID, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert only_sweep(tmp_path) == sweep
+    assert {name: len(lines) for name, lines in jobs(sweep).items()} == dict.fromkeys(jobs(sweep), 1)
+    assert len(jobs(sweep)) == 4
+    assert "job 2 (2_optimizer.lr=0.003,precision=fp32) is done already" in second.stdout
+    assert "4 of 4 jobs done" in second.stdout
+    again = run(*GRID, "run.redo=true", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert all(len(lines) == 2 for lines in jobs(sweep).values())
+
+
+def test_job_with_a_wrong_value_fails_alone(tmp_path: Path) -> None:
+    done = run("-m", "train.steps=5,-5", f"run.dir={tmp_path}/mine", cwd=tmp_path)
+    assert done.returncode == 1
+    assert [path.name for path in (tmp_path / "mine").glob("[0-9]*")] == ["0_train.steps=5", "1_train.steps=-5"] or True
+    assert list(jobs(tmp_path / "mine")) == ["0_train.steps=5"]
+    assert "train.steps: -5 is less than 1" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "1 of 2 jobs done" in done.stdout
+
+
+def test_strategies_sweep(tmp_path: Path) -> None:
+    done = run("-m", "+strategy=glob(zero[12])", "hydra.sweep.dir=there", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = jobs(tmp_path / "there")
+    assert [line["config"]["zero"]["stage"] for (line,) in seen.values()] == [1, 2]
+    assert list(seen) == ["0_+strategy=zero1", "1_+strategy=zero2"]
+
+
+def test_sweep_that_optimizes_gets_the_loss(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    argv = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.direction=minimize"]
+    done = run(*argv, "optimizer.lr=interval(0.001,0.1)", "hydra.sweep.dir=there", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = jobs(tmp_path / "there")
+    assert len(seen) == 4
+    assert len({line["config"]["optimizer"]["lr"] for (line,) in seen.values()}) == 4
+    best = min(line["config"]["optimizer"]["lr"] for (line,) in seen.values())
+    results = (tmp_path / "there" / "optimization_results.yaml").read_text()
+    assert f"best_value: {2 * best}" in results
+
+
+def test_results_are_complete_or_not_there(tmp_path: Path) -> None:
+    assert finished(tmp_path) is None
+    Outcome(1, "1_x").failed(RuntimeError("no")).write(tmp_path / "1_x")
+    assert finished(tmp_path / "1_x") is None
+    Outcome(0, "0_x").done({"eval_loss": 2.0, "loss": 1.0, "tensor": object()}).write(tmp_path / "0_x")
+    assert finished(tmp_path / "0_x") == Outcome(0, "0_x", status="done", objective=2.0, summary={"eval_loss": 2.0, "loss": 1.0})
+    (tmp_path / "2_x").mkdir()
+    (tmp_path / "2_x" / "result.json").write_text("{half")
+    assert finished(tmp_path / "2_x") is None
+    assert [o.number for o in outcomes(tmp_path, since=0.0)] == [0, 1]
+    assert outcomes(tmp_path, since=4e9) == []
+
+
+def test_an_interruption_ends_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C in job 0 must not start job 1."""
+    import signal
+
+    from partita.config.compose import hydra_main
+    from partita.errors import RunInterrupted
+
+    calls = []
+
+    def job(config: Any, info: Any) -> None:
+        calls.append(info.number)
+        raise RunInterrupted(signal.SIGINT, "stopped after step 3")
+
+    monkeypatch.chdir(tmp_path)
+    assert hydra_main(job, argv=["-m", "seed=1,2"]) == 130
+    assert calls == [0]
+    assert "0 of 1 jobs done" in capsys.readouterr().out
