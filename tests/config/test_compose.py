@@ -39,7 +39,7 @@ BESIDES = {
 }
 
 
-@pytest.mark.parametrize(("group", "option"), options(), ids="/".join)
+@pytest.mark.parametrize(("group", "option"), list(options()), ids=lambda name: name)
 def test_each_option_composes(group: str, option: str) -> None:
     plus = "+" if group in ("strategy", "experiment") else ""
     config, info = compose_config([f"{plus}{group}={option}", *BESIDES.get((group, option), [])])

@@ -15,6 +15,7 @@ from partita.config.summary import Outcome, finished, outcomes
 
 APP = Path(__file__).with_name("jobs.py")
 GRID = ["-m", "+strategy=ddp", "optimizer.lr=1e-3,3e-3", "precision=fp32,bf16"]
+SMALL = ["-m", "optimizer.lr=1e-3,3e-3"]
 
 
 def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -55,21 +56,21 @@ def test_grid(tmp_path: Path) -> None:
 
 
 def test_failed_job_is_told_at_once_and_the_same_command_finishes_the_rest(tmp_path: Path) -> None:
-    first = run(*GRID, cwd=tmp_path, FAIL_LR="0.001")
+    first = run(*SMALL, cwd=tmp_path, FAIL_LR="0.001")
     assert first.returncode == 1
     sweep = only_sweep(tmp_path)
-    assert len(jobs(sweep)) == 2
-    assert "job 0 (0_optimizer.lr=0.001,precision=fp32) failed" in first.stderr
+    assert list(jobs(sweep)) == ["1_optimizer.lr=0.003"]
+    assert "job 0 (0_optimizer.lr=0.001) failed" in first.stderr
     assert "boom in the job" in first.stderr
-    assert "2 of 4 jobs done" in first.stdout
-    second = run(*GRID, cwd=tmp_path)
+    assert "1 of 2 jobs done" in first.stdout
+    second = run(*SMALL, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     assert only_sweep(tmp_path) == sweep
     assert {name: len(lines) for name, lines in jobs(sweep).items()} == dict.fromkeys(jobs(sweep), 1)
-    assert len(jobs(sweep)) == 4
-    assert "job 2 (2_optimizer.lr=0.003,precision=fp32) is done already" in second.stdout
-    assert "4 of 4 jobs done" in second.stdout
-    again = run(*GRID, "run.redo=true", cwd=tmp_path)
+    assert len(jobs(sweep)) == 2
+    assert "job 1 (1_optimizer.lr=0.003) is done already" in second.stdout
+    assert "2 of 2 jobs done" in second.stdout
+    again = run(*SMALL, "run.redo=true", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert all(len(lines) == 2 for lines in jobs(sweep).values())
 
@@ -77,7 +78,6 @@ def test_failed_job_is_told_at_once_and_the_same_command_finishes_the_rest(tmp_p
 def test_job_with_a_wrong_value_fails_alone(tmp_path: Path) -> None:
     done = run("-m", "train.steps=5,-5", f"run.dir={tmp_path}/mine", cwd=tmp_path)
     assert done.returncode == 1
-    assert [path.name for path in (tmp_path / "mine").glob("[0-9]*")] == ["0_train.steps=5", "1_train.steps=-5"] or True
     assert list(jobs(tmp_path / "mine")) == ["0_train.steps=5"]
     assert "train.steps: -5 is less than 1" in done.stderr
     assert "Traceback" not in done.stderr
@@ -85,7 +85,7 @@ def test_job_with_a_wrong_value_fails_alone(tmp_path: Path) -> None:
 
 
 def test_strategies_sweep(tmp_path: Path) -> None:
-    done = run("-m", "+strategy=glob(zero[12])", "hydra.sweep.dir=there", cwd=tmp_path)
+    done = run("-m", "+strategy=glob([zero1,zero2])", "hydra.sweep.dir=there", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     seen = jobs(tmp_path / "there")
     assert [line["config"]["zero"]["stage"] for (line,) in seen.values()] == [1, 2]

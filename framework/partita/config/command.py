@@ -74,11 +74,8 @@ def parse_command(argv: Sequence[str]) -> Command:
 
 def _check_flags(command: Command) -> None:
     """Raise ConfigError for flags that exclude each other (Hydra raises a bare ValueError)."""
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in ("run", "multirun", "cfg", "info", "shell_completion")
-        if command.flags.get(name)
-    ]
+    exclusive = ("run", "multirun", "cfg", "info", "shell_completion")
+    given = [f"--{name.replace('_', '-')}" for name in exclusive if command.flags.get(name)]
     if len(given) > 1:
         raise refusal([Problem(" ".join(given), "these flags exclude each other", f"keep one of them: {' or '.join(given)}")])
     if command.flags.get("resolve") and not (command.flags.get("cfg") or command.flags.get("help")):

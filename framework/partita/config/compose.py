@@ -57,7 +57,7 @@ def registry_for(blocked: tuple[str, ...]) -> Registry:
 def prepare(registry: Registry, config_dir: str | None = None) -> type:
     """Tell Hydra of schemas and config packages; returns the root dataclass. Cheap to repeat."""
     root = root_type(registry)
-    ConfigStore.instance().store(name="root_schema", node=root, provider="partita")
+    _store(root)
     PartitaSearchPath.folders = tuple(f"pkg://{p}" for p in [PACKAGE, *registry.packages()]) + (
         (f"file://{config_dir}",) if config_dir else ()
     )
@@ -65,6 +65,12 @@ def prepare(registry: Registry, config_dir: str | None = None) -> type:
     if PartitaSearchPath not in plugins.discover(SearchPathPlugin):
         plugins.register(PartitaSearchPath)
     return root
+
+
+@functools.lru_cache(maxsize=1)
+def _store(root: type) -> None:
+    """Only when it is another one than last time: making the node takes long."""
+    ConfigStore.instance().store(name="root_schema", node=root, provider="partita")
 
 
 @contextmanager
@@ -129,7 +135,7 @@ def _problems_besides(config_name: str, overrides: Sequence[str], root: type, re
 # ------------------------------------------------------------------ the door
 
 
-def to_objects(config: DictConfig, root: type, groups: Sequence[str] = ()) -> Any:
+def to_objects(config: DictConfig, root: type) -> Any:
     """Plain dataclasses of a composed config: no stranger, nothing missing, every interpolation resolved.
 
     Raises ConfigError with all problems of a kind.
@@ -138,7 +144,7 @@ def to_objects(config: DictConfig, root: type, groups: Sequence[str] = ()) -> An
     if "hydra" in config:
         with open_dict(config):
             del config["hydra"]
-    problems = [*strangers(config, root, groups), *missing(config)]
+    problems = [*strangers(config, root, list(default_choices())), *missing(config)]
     if problems:
         raise refusal(problems)
     try:
@@ -156,8 +162,7 @@ def through_the_door(config: DictConfig, registry: Registry, folder: Path) -> An
     """The plain config of a job, checked. `run.dir` becomes the job's folder, `plugins.block` what is really blocked."""
     root = root_type(registry)
     OmegaConf.update(config, "run.dir", str(folder))
-    groups = GlobalHydra.instance().config_loader().repository.get_group_options("") if GlobalHydra.instance().is_initialized() else []
-    plain = to_objects(config, root, [g for g in groups if g != "hydra"])
+    plain = to_objects(config, root)
     plain.plugins.block = list(registry.blocked)
     problems = check_config(plain, registry.slots())
     if problems:
