@@ -146,11 +146,11 @@ def export(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(argv: Sequence[str]) -> int:
-    if len(argv) not in (2, 3) or any(a.startswith("-") for a in argv):
-        raise ConfigError(
-            "export takes a run's folder and a folder to write\n    -> partita export RUN_FOLDER OUT_FOLDER [CHECKPOINT]"
-        )
-    from partita.train.export import export_run
+    if len(argv) != 2 or any(a.startswith("-") for a in argv):
+        usage = "partita export RUN_FOLDER OUT_FOLDER; a checkpoint's folder in place of the run's takes that checkpoint"
+        raise ConfigError(f"export takes a run's folder and a folder to write\n    -> {usage}")
+    from partita.models.export import export_run
 
-    print(export_run(Path(argv[0]), Path(argv[1]), Path(argv[2]) if len(argv) == 3 else None))
+    export_run(Path(argv[0]), Path(argv[1]))
+    print(f"written: {Path(argv[1]).absolute()}")
     return EXIT_DONE

@@ -125,3 +125,8 @@ def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 def lengths(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_int64]:
     """Array of element counts."""
     return (ctypes.c_int64 * len(tensors))(*[t.numel() for t in tensors])
+
+
+def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Array of 64-bit integers."""
+    return (ctypes.c_int64 * len(values))(*values)

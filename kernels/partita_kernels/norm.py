@@ -12,7 +12,7 @@ import torch
 
 from partita_kernels import native
 from partita_kernels.dispatch import Operation
-from partita_kernels.jit import cdiv, kernel, power_of_2
+from partita_kernels.jit import kernel, power_of_2
 from partita_kernels.rows import as_rows, like, wide
 
 if TYPE_CHECKING:
@@ -62,9 +62,8 @@ def reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor |
     return y.to(x.dtype), x.new_empty(0) if residual is None else total, mean, rstd
 
 
-def reference_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Backward:
+def reference_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool) -> Backward:
     """dtotal [R, C], dweight [C], dbias [C] (empty for RMSNorm)."""
-    center = mean.numel() > 0 or (total.shape[0] == 0 and mean.dim() == 2)
     t, g = wide(total), wide(dy)
     n = (t - mean[:, None] if center else t) * rstd[:, None]
     d = g * weight
@@ -157,12 +156,14 @@ def triton(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
     return y, total, mean, rstd
 
 
-def triton_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, programs: int = PROGRAMS) -> Backward:
+def triton_backward(
+    dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool, programs: int = PROGRAMS
+) -> Backward:
     """As `reference_backward`."""
     rows, n = dy.shape
     if n > LONGEST_ROW or dy.dtype == torch.float64 or dy.numel() == 0:
-        return reference_backward(dy, total, weight, mean, rstd)
-    center, block, programs = mean.numel() > 0, power_of_2(n), min(programs, rows)
+        return reference_backward(dy, total, weight, mean, rstd, center)
+    block, programs = power_of_2(n), min(programs, rows)
     dt = like(dy)
     dw = torch.empty(programs, n, dtype=torch.float32, device=dy.device)
     db = torch.empty_like(dw) if center else dw
@@ -199,13 +200,13 @@ def cpu(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None,
     return y, total, mean, rstd
 
 
-def cpu_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Backward:
+def cpu_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool) -> Backward:
     """As `reference_backward`, rows kept in the cache."""
     library = native.load("layers") if dy.numel() and _fits(dy, weight, total, None) else None
     if library is None:
-        return reference_backward(dy, total, weight, mean, rstd)
+        return reference_backward(dy, total, weight, mean, rstd, center)
     rows, n = dy.shape
-    center, parts = mean.numel() > 0, min(PARTS, rows)
+    parts = min(PARTS, rows)
     dt, dw = like(dy), torch.empty(parts, n)
     db = torch.empty(parts, n) if center else None
     p = native.pointer
@@ -236,17 +237,19 @@ NORM_BACKWARD = Operation("norm_backward", reference_backward, triton_backward, 
 )
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Forward:
     res = None if residual is None else as_rows(residual)
-    y, total, mean, rstd = NORM.on(x.device)(as_rows(x), res, weight, bias, eps, center)
+    y, total, mean, rstd = NORM.on(x.device)(
+        as_rows(x), res, weight.contiguous(), None if bias is None else bias.contiguous(), eps, center
+    )
     return y.view(x.shape), total if residual is None else total.view(x.shape), mean, rstd
 
 
 @torch.library.custom_op(
     "partita::norm_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor total, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor total, Tensor weight, Tensor mean, Tensor rstd, bool center) -> (Tensor, Tensor, Tensor)",
 )
-def _norm_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Backward:
-    dt, dw, db = NORM_BACKWARD.on(dy.device)(as_rows(dy), as_rows(total), weight, mean, rstd)
+def _norm_backward(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool) -> Backward:
+    dt, dw, db = NORM_BACKWARD.on(dy.device)(as_rows(dy), as_rows(total), weight.contiguous(), mean, rstd, center)
     return dt.view(dy.shape), dw, db
 
 
@@ -257,12 +260,12 @@ def _norm_fake(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor 
 
 
 @_norm_backward.register_fake
-def _norm_backward_fake(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Backward:
-    return like(dy), torch.empty_like(weight), torch.empty_like(weight) if mean.numel() else weight.new_empty(0)
+def _norm_backward_fake(dy: Tensor, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, center: bool) -> Backward:
+    return like(dy), torch.empty_like(weight), torch.empty_like(weight) if center else weight.new_empty(0)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, residual, weight, bias, _, _ = inputs
+    x, residual, weight, bias, _, ctx.center = inputs
     _, total, mean, rstd = output
     ctx.residual, ctx.bias = residual is not None, bias is not None
     ctx.mark_non_differentiable(mean, rstd)
@@ -270,7 +273,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _differentiate(ctx, dy, dtotal, _mean, _rstd):  # type: ignore[no-untyped-def]
-    dt, dw, db = torch.ops.partita.norm_backward(dy, *ctx.saved_tensors)
+    dt, dw, db = torch.ops.partita.norm_backward(dy, *ctx.saved_tensors, ctx.center)
     if ctx.residual:
         dt = dt + dtotal
     return dt, dt if ctx.residual else None, dw, db if ctx.bias else None, None, None

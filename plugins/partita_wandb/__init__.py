@@ -4,6 +4,7 @@ from partita_wandb.config import TrackerConfig
 from partita_wandb.strategy import (
     partita_check,
     partita_config,
+    partita_decide,
     partita_evaluate,
     partita_failure,
     partita_run_end,
@@ -19,6 +20,7 @@ __all__ = [
     "partita_api",
     "partita_check",
     "partita_config",
+    "partita_decide",
     "partita_evaluate",
     "partita_failure",
     "partita_run_end",

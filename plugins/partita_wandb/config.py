@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 class TrackerConfig:
     """Where metrics go besides metrics.jsonl."""
 
-    name: str = "wandb"  # wandb, none
+    # wandb, none
+    name: str = "wandb"
     project: str = "partita"
-    entity: str | None = None  # user or team; default: the key's own
-    mode: str = "auto"  # auto (online where a key is configured, else offline), offline, online, disabled
+    # user or team; default: the key's own
+    entity: str | None = None
+    # auto (WANDB_MODE, else online where a key is configured, else offline), offline, online, disabled
+    mode: str = "auto"
+    # the run fails where W&B can't start; otherwise it goes on with a warning, and without W&B
+    required: bool = False
     tags: list[str] = field(default_factory=list)

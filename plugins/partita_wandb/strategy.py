@@ -1,30 +1,29 @@
-"""Logs a run to Weights & Biases: one W&B run for each job, in rank 0's process, grouped by sweep; offline unless a key is there.
+"""Logs a run to Weights & Biases: one W&B run for each job, in rank 0's process, grouped by sweep.
 
-The id of the W&B run is kept in the run's folder, so a resumed run goes on in the same one. Values are logged against the metric `step`,
-not against W&B's own counter: steps that are made again after a resume are not dropped.
+Offline unless a key is configured, and never a prompt. Points are logged against `global_step`: steps that are made again after
+a resume are not dropped. A run that fails is marked as failed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import netrc
-import os
-from pathlib import Path
 from typing import Any
 
+from partita.errors import PartitaError
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
 from partita_wandb.config import TrackerConfig
+from partita_wandb.credentials import effective_mode
+from partita_wandb.identity import Identity, identify
+from partita_wandb.session import AXIS, Session
 
 log = logging.getLogger("partita")
 NAMES = ("wandb", "none")
 MODES = ("auto", "offline", "online", "disabled")
-HOST = "api.wandb.ai"
-ID_FILE = "wandb_id.json"
+TAG = 64  # longest tag that W&B takes
 
-_runs: dict[int, Any] = {}  # id of our Run -> W&B run; hooks have no state of their own
+_sessions: dict[int, Session] = {}  # by id of the run: hook functions have no state of their own
 
 
 @hookimpl
@@ -40,99 +39,116 @@ def partita_slots() -> dict[str, tuple[str, ...]]:
 
 
 @hookimpl
+def partita_decide(draft: Any) -> None:
+    """Manifest line: the mode in effect."""
+    tracker = draft.config.tracker
+    if tracker.name == "wandb" and tracker.mode in MODES:
+        mode, reason = effective_mode(tracker.mode)
+        if mode != tracker.mode:
+            draft.effect("tracker.mode", tracker.mode, mode, reason)
+
+
+@hookimpl
 def partita_check(plan: Any, draft: Any) -> list[Problem]:
-    """Values that are none of ours."""
+    """Values that are none of ours, and what is required but can't be had."""
     tracker, problems = draft.config.tracker, []
     if tracker.name not in NAMES:
         problems.append(Problem("tracker.name", f"{tracker.name!r} is no tracker.", f"Use one of {', '.join(NAMES)}."))
     if tracker.mode not in MODES:
         problems.append(Problem("tracker.mode", f"{tracker.mode!r} is no mode.", f"Use one of {', '.join(MODES)}."))
+    elif tracker.required and tracker.mode == "online" and effective_mode("online")[0] != "online":
+        reason = "W&B is required and online, and no key is configured."
+        problems.append(Problem("tracker.mode", reason, "Set WANDB_API_KEY, or run `wandb login`, or use tracker.mode=offline."))
     return problems
 
 
 @hookimpl
 def partita_run_start(run: Any) -> None:
-    """Open the W&B run, on rank 0."""
+    """Get ready, on rank 0; the W&B run is opened after the first step, or now where it is required."""
     tracker = run.config.tracker
-    if run.rank or tracker.name != "wandb" or tracker.mode == "disabled":
+    if run.rank or tracker.name != "wandb":
         return
+    mode, reason = effective_mode(tracker.mode)
+    if mode == "disabled":
+        return
+    if tracker.mode == "online" and mode != "online":
+        log.warning("W&B: %s instead of online; %s", mode, reason)
+    identity = identify(run.dir, run.spec.job.multirun)
+    # Offline, W&B can't ask its server how far its own counter went: leave the room that earlier attempts may have used.
+    first = identity.attempt * 4 * (run.config.train.steps + 1) if mode == "offline" and identity.attempt else None
+    session = Session(lambda: _open(run, mode, identity), first)
+    if tracker.required:
+        _start_now(session, tracker.mode)
+    _sessions[id(run)] = session
+
+
+def _start_now(session: Session, mode: str) -> None:
+    try:
+        session.start()
+    except Exception as error:
+        remedy = "    -> tracker.mode=offline keeps the run on disk; tracker.required=false goes on without W&B"
+        raise PartitaError(f"tracker.required: W&B can't start ({mode}): {type(error).__name__}: {error}\n{remedy}") from error
+
+
+def _open(run: Any, mode: Any, identity: Identity) -> Any:
+    """The W&B run."""
     import wandb
 
-    from partita.plan.make import plan_dict
-
-    mode: Any = tracker.mode if tracker.mode != "auto" else ("online" if has_key() else "offline")
-    job = run.spec.job
-    os.environ.setdefault("WANDB_SILENT", "true")
+    tracker, job = run.config.tracker, run.spec.job
     made = wandb.init(
         project=tracker.project,
         entity=tracker.entity,
-        id=run_id(run.dir, job.multirun),
+        id=identity.id,
         resume="allow" if mode == "online" else None,
         name=run.name,
         group=job.sweep_name,
-        tags=[*tracker.tags, *(f"{k}={v}"[:64] for k, v in job.choices.items())],
+        tags=[*tracker.tags, *(f"{group}={option}"[:TAG] for group, option in job.choices.items())],
         dir=str(run.dir),
         mode=mode,
-        config={**run.spec.config, "plan": plan_dict(run.plan), "plugins": run.registry.names},
+        config=_record(run),
+        reinit="create_new",  # a run of somebody else in this process stays theirs
         settings=wandb.Settings(silent=True, console="off"),
     )
-    made.define_metric("step")
-    made.define_metric("*", step_metric="step")
-    _runs[id(run)] = made
-    log.info("W&B run %s (%s), files in %s", made.id, mode, run.dir / "wandb")
+    made.define_metric(AXIS)
+    made.define_metric("*", step_metric=AXIS)
+    again = f", attempt {identity.attempt + 1}" if identity.attempt else ""
+    log.info("W&B run %s (%s%s), files in %s", identity.id, mode, again, run.dir / "wandb")
+    return made
+
+
+def _record(run: Any) -> dict[str, Any]:
+    """What is attached to the W&B run: resolved config, plan, plug-ins with versions, command line."""
+    from partita.plan.make import plan_dict
+
+    plugins = {p.name: f"{p.distribution} {p.version}" for p in run.registry.describe() if not p.blocked}
+    return {**run.spec.config, "plan": plan_dict(run.plan), "plugin_versions": plugins, "overrides": list(run.spec.job.overrides)}
 
 
 @hookimpl
 def partita_step_end(run: Any, metrics: dict[str, Any]) -> None:
     """One point for each step."""
-    if id(run) in _runs:
-        _runs[id(run)].log(metrics)
+    if id(run) in _sessions:
+        _sessions[id(run)].log(metrics)
 
 
 @hookimpl
 def partita_evaluate(run: Any, metrics: dict[str, Any]) -> None:
     """One point for each evaluation."""
-    if id(run) in _runs:
-        _runs[id(run)].log(metrics)
+    if id(run) in _sessions:
+        _sessions[id(run)].log(metrics)
 
 
 @hookimpl
 def partita_run_end(run: Any, summary: dict[str, Any]) -> None:
     """Close the W&B run; an interruption is no crash."""
-    made = _runs.pop(id(run), None)
-    if made is not None:
-        made.summary.update({k: v for k, v in summary.items() if v is not None})
-        made.finish(exit_code=0)
+    session = _sessions.pop(id(run), None)
+    if session is not None:
+        session.finish(0, {name: value for name, value in summary.items() if value is not None})
 
 
 @hookimpl
 def partita_failure(run: Any, error: BaseException) -> None:
-    """Mark the W&B run as crashed."""
-    made = _runs.pop(id(run), None)
-    if made is not None:
-        made.summary.update({"status": "failed", "error": f"{type(error).__name__}: {error}"[:500]})
-        made.finish(exit_code=1)
-
-
-def has_key() -> bool:
-    """Whether a W&B key is configured; never asks."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return netrc.netrc(path).authenticators(HOST) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def run_id(folder: Path, multirun: bool) -> str:
-    """The id kept in the run's folder, made the first time. WANDB_RUN_ID counts for single runs; a sweep would share it."""
-    from wandb.sdk.lib.runid import generate_id
-
-    path = folder / ID_FILE
-    if path.exists():
-        return str(json.loads(path.read_text())["id"])
-    given = None if multirun else os.environ.get("WANDB_RUN_ID")
-    new = given or generate_id()
-    path.write_text(json.dumps({"id": new}))
-    return new
+    """Mark the W&B run as failed."""
+    session = _sessions.pop(id(run), None)
+    if session is not None:
+        session.finish(1, {"status": "failed", "error": f"{type(error).__name__}: {error}"[:500]})

@@ -9,7 +9,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
-import programs  # noqa: E402
+import programs
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from partita.config.messages import outside, refusal
 from partita.plan.problems import Problem
+from partita.runtime.joining import joined
 
 SWEEPS = "outputs/sweeps"
 # Keys that don't change what a job computes, so that they don't name its folder either.
@@ -175,13 +176,11 @@ def _quoted(text: str) -> str:
 # ------------------------------------------------------------------ other launchers
 
 
-def joined_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The rank of this process, where torchrun or Slurm started it as one of several; else None."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return int(environment["RANK"])
-    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        return int(environment["SLURM_PROCID"])
-    return None
+def joined_rank() -> int | None:
+    """The rank of this process, where another launcher has started it as one of several; else None."""
+    if joined() is None:
+        return None
+    return int(os.environ["RANK"] if "RANK" in os.environ else os.environ["SLURM_PROCID"])
 
 
 def joined_additions(command: Command, rank: int) -> Command:

@@ -38,7 +38,9 @@ class Bert(Reference):
 
     partita_loss = "masked"
 
-    def __init__(self, *, vocab: int, layers: int, width: int, heads: int, ffn: int, context: int, drop: float, std: float) -> None:
+    def __init__(
+        self, *, vocab: int, layers: int, width: int, heads: int, ffn: int, context: int, drop: float, std: float
+    ) -> None:
         super().__init__(layers, width, std)
         self.drop, self.context = drop, context
         self.embed, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)

@@ -33,7 +33,9 @@ def check_sizes(config: Any) -> None:
     if m.width % m.heads:
         raise ConfigError(f"model.width: {m.width} is not divisible by model.heads={m.heads}\n    -> choose a multiple")
     if m.kv_heads and m.heads % m.kv_heads:
-        raise ConfigError(f"model.kv_heads: model.heads={m.heads} is not divisible by {m.kv_heads}\n    -> choose a divisor of heads")
+        raise ConfigError(
+            f"model.kv_heads: model.heads={m.heads} is not divisible by {m.kv_heads}\n    -> choose a divisor of heads"
+        )
     if m.context and m.context < config.data.sequence:
         raise ConfigError(f"model.context: {m.context} is shorter than data.sequence={config.data.sequence}\n    -> raise it")
     if m.options:

@@ -38,7 +38,17 @@ class GPT(Reference):
     residual = ("proj.weight", "down.weight")
 
     def __init__(
-        self, *, vocab: int, layers: int, width: int, heads: int, ffn: int, context: int, tie: bool, drop: float = 0.0, std: float = 0.02
+        self,
+        *,
+        vocab: int,
+        layers: int,
+        width: int,
+        heads: int,
+        ffn: int,
+        context: int,
+        tie: bool,
+        drop: float = 0.0,
+        std: float = 0.02,
     ) -> None:
         super().__init__(layers, width, std)
         self.drop, self.context = drop, context

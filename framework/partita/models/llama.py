@@ -40,7 +40,9 @@ class LlamaBlock(nn.Module):
         self.gate, self.up = nn.Linear(m.width, ffn, bias=False), nn.Linear(m.width, ffn, bias=False)
         self.down = nn.Linear(ffn, m.width, bias=False)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, noise: Noise | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, noise: Noise | None
+    ) -> torch.Tensor:
         """positions: [T] or [B, T]; documents: [B, T] or None."""
         b, t, c = x.shape
         h = self.norm1(x)

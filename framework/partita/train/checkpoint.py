@@ -63,7 +63,7 @@ class Checkpointer:
         summary: Mapping[str, Any] | None = None,
         life: str | None = None,
     ) -> None:
-        """summary: JSON values about the plan, stored in the index. life: a name of this start, equal on all ranks; default: agreed."""
+        """summary: JSON values about the plan, for the index. life: a name of this start, equal on all ranks; default: agreed."""
         if keep < 1 or keep_best < 0:
             raise CheckpointError(
                 f"train.keep={keep}, train.keep_best={keep_best}: keep at least the newest checkpoint (1), and 0 or more best"

@@ -159,14 +159,15 @@ class Save:
         free = "unknown"
         with contextlib.suppress(OSError):
             free = f"{free_bytes(self.folder):,}"
-        why = "no space left on the device" if error.errno == errno.ENOSPC else f"{error.strerror or error}"
-        return f"rank {self.rank}: {why}: {path} needs {snapshot.data.numel() + MARGIN:,} bytes, {free} are free"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "no space left on the device" if full else f"{error.strerror or error}"
+        remedy = " (make room there, lower train.keep, or move run.dir)" if full else ""
+        return f"rank {self.rank}: {why}: {path} needs {snapshot.data.numel() + MARGIN:,} bytes, {free} are free{remedy}"
 
     def _error(self, reasons: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint of step {self.step} could not be written to {self.final}: {reasons}. "
-            "Older checkpoints and `latest` are as they were. "
-            "Free space there, or set train.keep, run.dir or train.on_save_error=warn."
+            "Older checkpoints and `latest` are as they were; with train.on_save_error=warn training goes on."
         )
 
     # ------------------------------------------------------------------ all but rank 0
@@ -281,7 +282,8 @@ class Save:
     def _withdraw(self, reasons: str) -> None:
         """Tell the other ranks, then remove what has been written. A full disk may need it the other way round."""
         try:
-            replace_text(self.outcome, reasons)
+            if self.world > 1:
+                replace_text(self.outcome, reasons)
         except OSError:
             remove_folder(self.temporary)
             try:

@@ -1,4 +1,4 @@
-// exp in float32 that the compiler can turn into vectors: relative error about 1e-7, 0 below -87.3, Inf above 88.7, NaN stays NaN.
+// exp in float32 that the compiler can turn into vectors: relative error about 1e-7, 0 below -87, Inf above 88, NaN stays NaN.
 #pragma once
 #include "common.h"
 
