@@ -16,6 +16,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "gpt": "partita.models.gpt:make_gpt",
         "llama": "partita.models.llama:make_llama",
         "bert": "partita.models.bert:make_bert",
+        "hf": "partita.models.hf:make_hf",
     },
     "corpus": {
         "stdlib": "partita.data.corpus:make_stdlib",

@@ -276,6 +276,49 @@ def test_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> Non
     assert progressed > 5
 
 
+def _save_until(folder: Path, step: int, operation: int) -> None:
+    """Save in this process, which is killed before its n-th operation on the file system."""
+    torch.set_num_threads(1)
+    c = ranks.checkpointer(folder, keep=2, keep_best=1)
+    left = [operation]
+
+    def count(event: str, _: object) -> None:
+        if event.startswith(("open", "os.", "shutil.")):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    ranks.save([c], step, ranks.full(step + 0.5, 1000), score=1.0)
+
+
+@pytest.mark.parametrize("step", [3, 2])
+def test_kill_before_each_operation_on_the_file_system(step: int, tmp_path: Path) -> None:
+    """A new step, which lets an old one go, and one that replaces a step that is there: killed at every point where it could be."""
+    operation, alive = 0, False
+    while not alive:
+        folder = tmp_path / str(operation)
+        for old in (1, 2):
+            ranks.save(ranks.checkpointers(folder, 1), old, ranks.full(old, 1000), score=2.0)
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                _save_until(folder, step, operation)
+                os._exit(0)
+            os._exit(1)
+        status = os.waitpid(pid, 0)[1]
+        alive = status == 0
+        assert alive or os.WTERMSIG(status) == signal.SIGKILL
+        assert read_weights(folder)["x"].unique().tolist() in ([1.0], [2.0], [step + 0.5])  # a reader that clears nothing
+        c = ranks.checkpointer(folder)
+        assert {n for n in ranks.names(folder) if not n.startswith("step-0")} <= {"latest", "best.json"}
+        found = {i.step: read_weights(i.path)["x"].unique().tolist() for i in list_checkpoints(folder) if verify(i.path)}
+        assert len(found) >= 2 and all(values in ([k], [k + 0.5]) for k, values in found.items())
+        assert c.latest() in (c.path(2), c.path(step))
+        operation += 1
+    assert found[step] == [step + 0.5] and operation > 30
+
+
 def test_a_start_clears_what_a_killed_one_left(tmp_path: Path) -> None:
     """Unfinished folders go; a checkpoint that had stepped aside for one of the same step comes back."""
     ranks.save(ranks.checkpointers(tmp_path, 1), 5, ranks.full(5, 8))

@@ -184,8 +184,17 @@ def export_bert(config: dict[str, Any], state: State) -> tuple[dict[str, Any], S
     return described, out
 
 
+def export_hf(config: dict[str, Any], state: State) -> tuple[dict[str, Any], State]:
+    """The same architecture that came in."""
+    from partita.models.hf import PREFIX, load_config
+
+    described = load_config(config["model"]["path"], config["model"]["options"]).to_dict()
+    return described, {k.removeprefix(PREFIX): v for k, v in state.items()}
+
+
 EXPORTERS: dict[str, Callable[[dict[str, Any], State], tuple[dict[str, Any], State]]] = {
     "gpt": export_gpt,
     "llama": export_llama,
     "bert": export_bert,
+    "hf": export_hf,
 }
