@@ -38,7 +38,7 @@ class Session:
     def _write(self, run: Any, values: dict[str, Any]) -> None:
         # Never the step of training: W&B drops points whose own step goes back, and a resumed run makes steps again.
         step, self._step = self._step, None
-        run.log(values) if step is None else run.log(values, step=step)
+        run.log(values) if step is None else run.log(values, step=step, commit=True)
 
     def finish(self, exit_code: int, summary: dict[str, Any]) -> None:
         """Write what is queued and close; waits for it, but not for ever."""

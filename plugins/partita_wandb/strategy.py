@@ -22,6 +22,7 @@ log = logging.getLogger("partita")
 NAMES = ("wandb", "none")
 MODES = ("auto", "offline", "online", "disabled")
 TAG = 64  # longest tag that W&B takes
+OPENING = 30.0  # seconds that its server has to answer
 
 _sessions: dict[int, Session] = {}  # by id of the run: hook functions have no state of their own
 
@@ -76,9 +77,9 @@ def partita_run_start(run: Any) -> None:
     identity = identify(run.dir, run.spec.job.multirun)
     # Offline, W&B can't ask its server how far its own counter went: leave the room that earlier attempts may have used.
     first = identity.attempt * 4 * (run.config.train.steps + 1) if mode == "offline" and identity.attempt else None
-    session = Session(lambda: _open(run, mode, identity), first)
+    session = Session(lambda: (_open if tracker.required else _open_anyhow)(run, mode, identity), first)
     if tracker.required:
-        _start_now(session, tracker.mode)
+        _start_now(session, mode)
     _sessions[id(run)] = session
 
 
@@ -88,6 +89,20 @@ def _start_now(session: Session, mode: str) -> None:
     except Exception as error:
         remedy = "    -> tracker.mode=offline keeps the run on disk; tracker.required=false goes on without W&B"
         raise PartitaError(f"tracker.required: W&B can't start ({mode}): {type(error).__name__}: {error}\n{remedy}") from error
+
+
+def _open_anyhow(run: Any, mode: str, identity: Identity) -> Any:
+    """The W&B run, on disk where its server can't be reached."""
+    try:
+        return _open(run, mode, identity)
+    except Exception as error:
+        if mode == "offline":
+            raise
+        log.warning("W&B: offline instead of %s: %s: %s", mode, type(error).__name__, error)
+        import wandb
+
+        wandb.teardown()  # its service still holds the id
+        return _open(run, "offline", identity)
 
 
 def _open(run: Any, mode: Any, identity: Identity) -> Any:
@@ -107,7 +122,7 @@ def _open(run: Any, mode: Any, identity: Identity) -> Any:
         mode=mode,
         config=_record(run),
         reinit="create_new",  # a run of somebody else in this process stays theirs
-        settings=wandb.Settings(silent=True, console="off"),
+        settings=wandb.Settings(silent=True, console="off", init_timeout=OPENING),
     )
     made.define_metric(AXIS)
     made.define_metric("*", step_metric=AXIS)

@@ -179,11 +179,16 @@ def test_mode(
     assert effective_mode(asked)[0] == mode
 
 
-def test_required_without_a_key_is_refused_before_launch(make_config: Any, plan_of: Any) -> None:
-    planned = plan_of(make_config("tracker.required=true", "tracker.mode=online"))
-    assert [p.key for p in planned.problems] == ["tracker.mode"]
-    planned = plan_of(make_config("tracker.mode=onlin", "tracker.name=wandbb"))
-    assert [p.key for p in planned.problems] == ["tracker.name", "tracker.mode"]
+def problems(**tracker: Any) -> list[str]:
+    draft = SimpleNamespace(config=SimpleNamespace(tracker=TrackerConfig(**tracker)))
+    return [p.key for p in partita_wandb.partita_check(plan=Plan(), draft=draft)]
+
+
+def test_what_can_not_be_had_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(name="wandbb", mode="onlin") == ["tracker.name", "tracker.mode"]
+    assert problems(mode="online", required=True) == ["tracker.mode"]
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert problems(mode="online", required=True) == []
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -192,16 +197,17 @@ def test_an_unreachable_server(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    monkeypatch.setattr("partita_wandb.strategy.OPENING", 2.0)
     run = make_run(tmp_path / "run", required=required)
     if required:
-        with pytest.raises(PartitaError, match=r"tracker.required: W&B can't start \(auto\)"):
+        with pytest.raises(PartitaError, match=r"tracker.required: W&B can't start \(online\)"):
             partita_wandb.partita_run_start(run=run)
         return
     partita_wandb.partita_run_start(run=run)
     steps(run, range(1, 3))
     partita_wandb.partita_run_end(run=run, summary={})
-    assert "the run goes on without it" in caplog.text
+    assert "W&B: offline instead of online" in caplog.text
+    assert [p["global_step"] for p in history(run.dir)] == [1, 2]
 
 
 def test_training_does_not_wait_for_wandb() -> None:
@@ -214,7 +220,7 @@ def test_training_does_not_wait_for_wandb() -> None:
         def __init__(self) -> None:
             time.sleep(1)
 
-        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        def log(self, values: dict[str, Any]) -> None:
             self.points.append(values)
 
         def finish(self, exit_code: int) -> None:
