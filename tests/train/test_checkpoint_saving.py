@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -250,16 +251,18 @@ def test_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> Non
     for life in range(25):
         recovered = ranks.checkpointer(tmp_path)
         assert not [n for n in ranks.names(tmp_path) if n.endswith((".tmp", ".old", ".new", ".failed"))]
-        pids = []
+        pids, first = [], step + dice.randrange(2)  # on, or once more the same step
         for rank in range(2):
             pid = os.fork()
             if pid == 0:
                 with contextlib.suppress(BaseException):
-                    _save_forever(tmp_path, rank, 2, f"life{life}", step + 1 - dice.randrange(2))
+                    _save_forever(tmp_path, rank, 2, f"life{life}", first)
                 os._exit(1)
             pids.append(pid)
-            dice.random()
-        time.sleep(dice.uniform(0.0, 0.12))
+        end = time.monotonic() + 10 * (life % 2)  # every second life gets somewhere, however slow the machine
+        while time.monotonic() < end and recovered.latest() in (None, recovered.path(step)):
+            time.sleep(0.002)
+        time.sleep(dice.uniform(0.0, 0.06))
         for pid in dice.sample(pids, 2):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -273,33 +276,34 @@ def test_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> Non
         for info in list_checkpoints(tmp_path):
             verify(info.path)
             assert read_weights(info.path)["x"].eq(info.step).all()
-    assert progressed > 5
+    assert progressed >= 12
 
 
 def _save_until(folder: Path, step: int, operation: int) -> None:
-    """Save in this process, which is killed before its n-th operation on the file system."""
+    """Save in this process, which is killed before its n-th change of the file system."""
     torch.set_num_threads(1)
     c = ranks.checkpointer(folder, keep=2, keep_best=1)
     left = [operation]
 
-    def count(event: str, _: object) -> None:
-        if event.startswith(("open", "os.", "shutil.")):
+    def count(event: str, details: tuple[Any, ...]) -> None:
+        writes = event == "open" and details[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    ranks.save([c], step, ranks.full(step + 0.5, 1000), score=1.0)
+    assert ranks.save([c], step, ranks.full(step + 0.5, 1000), score=1.0) == [None]
 
 
 @pytest.mark.parametrize("step", [3, 2])
-def test_kill_before_each_operation_on_the_file_system(step: int, tmp_path: Path) -> None:
+def test_kill_before_each_change_of_the_file_system(step: int, tmp_path: Path) -> None:
     """A new step, which lets an old one go, and one that replaces a step that is there: killed at every point where it could be."""
     operation, alive = 0, False
+    for old in (1, 2):
+        ranks.save(ranks.checkpointers(tmp_path / "before", 1), old, ranks.full(old, 1000), score=2.0)
     while not alive:
-        folder = tmp_path / str(operation)
-        for old in (1, 2):
-            ranks.save(ranks.checkpointers(folder, 1), old, ranks.full(old, 1000), score=2.0)
+        folder = Path(shutil.copytree(tmp_path / "before", tmp_path / str(operation)))
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):
@@ -316,7 +320,7 @@ def test_kill_before_each_operation_on_the_file_system(step: int, tmp_path: Path
         assert len(found) >= 2 and all(values in ([k], [k + 0.5]) for k, values in found.items())
         assert c.latest() in (c.path(2), c.path(step))
         operation += 1
-    assert found[step] == [step + 0.5] and operation > 30
+    assert found[step] == [step + 0.5] and operation > 15
 
 
 def test_a_start_clears_what_a_killed_one_left(tmp_path: Path) -> None:

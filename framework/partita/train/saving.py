@@ -13,6 +13,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,11 @@ class Save:
     def outcome(self) -> Path:
         """Where rank 0 says why it failed."""
         return self.folder / f"{self.final.name}.{self.attempt}.failed"
+
+    @property
+    def _aside(self) -> Path:
+        """Where a checkpoint of the same step waits until this one has its place."""
+        return self.final.with_name(self.final.name + ".old")
 
     def run(self, take: Callable[[], Snapshot]) -> None:
         """Write this rank's part, and wait until the checkpoint is complete. Raises CheckpointError, the same on all ranks."""
@@ -219,6 +225,7 @@ class Save:
             self._withdraw(reasons)
             raise self._error(reasons) from error
         try:
+            remove_folder(self._aside)
             tidy(self.folder, self.keep, self.keep_best, self.attempt)
         except (OSError, CheckpointError) as error:
             log.warning("the checkpoint of step %d is complete, but older ones could not be removed: %s", self.step, error)
@@ -253,6 +260,7 @@ class Save:
         """The point of no return is one rename; whatever could lack space comes before it."""
         reports = [read_sealed(self._marker("done", r)) for r in range(self.world)]
         sizes = [r["size"] for r in reports]
+        self._check_files(sizes)
         head = {"format": FORMAT, "version": VERSION, "step": self.step, "attempt": self.attempt, "world": self.world}
         serial = 1 + max((i.serial for i in list_checkpoints(self.folder)), default=0)
         versions = {"partita": __version__, "torch": torch.__version__}
@@ -270,12 +278,20 @@ class Save:
         os.replace(pointer, self.folder / LATEST)
         sync_folder(self.folder)
 
+    def _check_files(self, sizes: list[int]) -> None:
+        """What the ranks say they wrote is there: nobody has touched the folder meanwhile."""
+        for rank, size in enumerate(sizes):
+            there = (self.temporary / shard_name(rank)).stat().st_size
+            if there != size or not (self.temporary / rank_name(rank)).is_file():
+                raise CheckpointError(
+                    f"{shard_name(rank)} has {there:,} bytes, {size:,} were written: something else changes the folder"
+                )
+
     def _rename(self) -> None:
         """Give the folder its name; one that has it already steps aside, and back should the machine stop in between."""
-        aside = self.final.with_name(self.final.name + ".old")
         if self.final.exists():
-            remove_folder(aside)
-            os.rename(self.final, aside)
+            remove_folder(self._aside)
+            os.rename(self.final, self._aside)
         os.rename(self.temporary, self.final)
         sync_folder(self.folder)
 
@@ -291,9 +307,8 @@ class Save:
             except OSError as error:
                 log.error("the other ranks can't be told that the checkpoint of step %d failed: %s", self.step, error)
         remove_folder(self.temporary)
-        aside = self.final.with_name(self.final.name + ".old")
-        if aside.exists() and not self.final.exists():
-            os.rename(aside, self.final)
+        if self._aside.exists() and not self.final.exists():
+            os.rename(self._aside, self.final)
 
 
 # ------------------------------------------------------------------ the folder
@@ -314,9 +329,8 @@ def tidy(folder: Path, keep: int, keep_best: int, attempt: str) -> None:
 
     Order is that of saving, not of steps: after a return to an earlier step the new checkpoints are the newest.
     """
-    remains = [p for p in folder.iterdir() if p.name.startswith("step-") and p.name.endswith((".failed", ".old", ".tmp"))]
-    for path in remains:  # of earlier attempts: all ranks have seen how they ended, or they would not be in this one
-        if f".{attempt}." not in path.name and (path.suffix != ".old" or path.with_suffix("").exists()):
+    for path in folder.iterdir():
+        if _earlier(path.name, attempt):  # all ranks have seen how it ended, or they would not have taken part in this one
             remove_folder(path)
     found = list_checkpoints(folder)[::-1]
     scored = sorted((i for i in found if i.score is not None), key=lambda i: (i.score, -i.serial))
@@ -325,6 +339,13 @@ def tidy(folder: Path, keep: int, keep_best: int, attempt: str) -> None:
         if info.path not in kept:
             remove_checkpoint(info.path)
     _write_best(folder, [i for i in scored if i.path in kept][: max(1, keep_best)])
+
+
+def _earlier(name: str, attempt: str) -> bool:
+    """Is this a file or folder of an earlier attempt of this start? (Of a later one there may be some: other ranks may be ahead.)"""
+    found = re.fullmatch(r"step-\d+\.(\w+)-(\d+)\.(tmp|failed)", name)
+    life, number = attempt.rsplit("-", 1)
+    return found is not None and found[1] == life and int(found[2]) < int(number)
 
 
 def _write_best(folder: Path, best: list[CheckpointInfo]) -> None:
