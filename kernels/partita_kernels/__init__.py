@@ -1,8 +1,65 @@
-"""Hot operations, each once: a plain torch reference, a Triton kernel, a CPU path. Callers use these names only."""
+"""Hot operations, each once: a plain torch reference, a Triton kernel, a CPU path. Callers use these names only.
+
+Operations of layers and of the wire are imported when they are first used: registering them with torch takes a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from partita_kernels.adamw import adamw_
 from partita_kernels.dispatch import OPERATIONS, Operation, replace, using
 from partita_kernels.sgd import sgd_
 from partita_kernels.squares import squared_norm
 
-__all__ = ["OPERATIONS", "Operation", "adamw_", "replace", "sgd_", "squared_norm", "using"]
+if TYPE_CHECKING:
+    from partita_kernels.glu import geglu, swiglu
+    from partita_kernels.linear_loss import linear_cross_entropy
+    from partita_kernels.loss import cross_entropy
+    from partita_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from partita_kernels.quantize import dequantize_int8, quantize_int8
+    from partita_kernels.rotary import rope, rope_angles
+    from partita_kernels.signs import pack_signs, unpack_signs
+
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "adamw_",
+    "add_layer_norm",
+    "add_rms_norm",
+    "cross_entropy",
+    "dequantize_int8",
+    "geglu",
+    "layer_norm",
+    "linear_cross_entropy",
+    "pack_signs",
+    "quantize_int8",
+    "replace",
+    "rms_norm",
+    "rope",
+    "rope_angles",
+    "sgd_",
+    "squared_norm",
+    "swiglu",
+    "unpack_signs",
+    "using",
+]
+
+_WHERE = {
+    "glu": ("geglu", "swiglu"),
+    "linear_loss": ("linear_cross_entropy",),
+    "loss": ("cross_entropy",),
+    "norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "quantize": ("dequantize_int8", "quantize_int8"),
+    "rotary": ("rope", "rope_angles"),
+    "signs": ("pack_signs", "unpack_signs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WHERE.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"partita_kernels.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module 'partita_kernels' has no attribute {name!r}")

@@ -7,6 +7,7 @@ An operation has up to three implementations that give the same numbers: `refere
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import torch
 
 TRITON_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices cuda
 MODES = ("auto", "reference", "triton", "cpu")
+
+MODULES = ("adamw", "glu", "loss", "norm", "quantize", "rotary", "sgd", "signs", "squares")  # those with operations
 
 _mode = "auto"
 
@@ -50,6 +53,12 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
+def load_all() -> None:
+    """Import every operation, so that OPERATIONS is complete."""
+    for module in MODULES:
+        importlib.import_module(f"{__package__}.{module}")
+
+
 @functools.cache
 def has_triton() -> bool:
     """Is triton installed? Doesn't import it."""
@@ -74,6 +83,7 @@ def replace(name: str, implementation: Callable[..., Any] | None) -> None:
 
     Raises KeyError with the names there are.
     """
+    load_all()
     if name not in OPERATIONS:
         raise KeyError(f"no operation {name!r}; there are {', '.join(sorted(OPERATIONS))}")
     OPERATIONS[name].replacement = implementation

@@ -12,7 +12,7 @@ import torch
 
 from partita_kernels import native
 from partita_kernels.dispatch import Operation
-from partita_kernels.jit import kernel, power_of_2
+from partita_kernels.jit import cdiv, kernel, power_of_2
 from partita_kernels.rows import as_rows, like, wide
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _forward(
 
 @kernel
 def _backward(
-    dy_ptr, t_ptr, w_ptr, mean_ptr, rstd_ptr, dt_ptr, dw_ptr, db_ptr, rows, n, dy_stride, t_stride,
+    dy_ptr, t_ptr, w_ptr, mean_ptr, rstd_ptr, dt_ptr, dw_ptr, db_ptr, rounds, rows, n, dy_stride, t_stride,
     CENTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every programs-th row for each program, and its part of the weight's gradient."""
@@ -115,13 +115,14 @@ def _backward(
     w = tl.load(w_ptr + c, mask=inside, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
-    for r in range(first, rows, tl.num_programs(0)):
-        row = r.to(tl.int64)
-        g = tl.load(dy_ptr + row * dy_stride + c, mask=inside, other=0.0).to(tl.float32)
-        t = tl.load(t_ptr + row * t_stride + c, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row)
+    for i in range(rounds):
+        row = (first + i * tl.num_programs(0)).to(tl.int64)
+        live = inside & (row < rows)
+        g = tl.load(dy_ptr + row * dy_stride + c, mask=live, other=0.0).to(tl.float32)
+        t = tl.load(t_ptr + row * t_stride + c, mask=live, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if CENTER:
-            t = tl.where(inside, t - tl.load(mean_ptr + row), 0.0)
+            t = tl.where(live, t - tl.load(mean_ptr + row, mask=row < rows, other=0.0), 0.0)
             db += g
         norm = t * rstd
         dw += g * norm
@@ -129,7 +130,7 @@ def _backward(
         dt = d - norm * (tl.sum(norm * d, 0) / n)
         if CENTER:
             dt = dt - tl.sum(d, 0) / n
-        tl.store(dt_ptr + row * n + c, (dt * rstd).to(dt_ptr.dtype.element_ty), mask=inside)
+        tl.store(dt_ptr + row * n + c, (dt * rstd).to(dt_ptr.dtype.element_ty), mask=live)
     out = first.to(tl.int64) * n + c
     tl.store(dw_ptr + out, dw, mask=inside)
     if CENTER:
@@ -168,7 +169,7 @@ def triton_backward(
     dw = torch.empty(programs, n, dtype=torch.float32, device=dy.device)
     db = torch.empty_like(dw) if center else dw
     _backward[(programs,)](
-        dy, total, weight, mean, rstd, dt, dw, db, rows, n, dy.stride(0), total.stride(0),
+        dy, total, weight, mean, rstd, dt, dw, db, cdiv(rows, programs), rows, n, dy.stride(0), total.stride(0),
         CENTER=center, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     dbias = db.sum(0).to(weight.dtype) if center else weight.new_empty(0)

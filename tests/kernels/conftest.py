@@ -1,20 +1,87 @@
-"""Kernel tests in the ordinary pytest run: CPU paths. What needs Triton's interpreter or compiler has processes of its own."""
+"""Kernel tests run in one of four settings, by the variable PARTITA_KERNEL_TESTS:
+
+unset        CPU paths and plain torch (the ordinary run; test_processes.py starts the next two in processes of their own)
+interpreter  Triton's interpreter on CPU tensors, every access checked
+compile      no device: launchers compile for several GPUs
+device       Triton on this machine's accelerator
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import secrets
+import sys
+from pathlib import Path
 
 import pytest
 
-# test_interpreter.py and test_compile.py start these with the environment they need.
-collect_ignore = [] if os.environ.get("PARTITA_KERNEL_TESTS") else ["interpreter", "compiled"]
+sys.path.insert(0, str(Path(__file__).parent))
+SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
+ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py"]
+WANTED = {
+    "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py"],
+    "interpreter": [*ANYWHERE, "test_sanitizer.py"],
+    "compile": ["test_compile.py"],
+    "device": [*ANYWHERE, "test_operations.py"],
+}[SETTING]
+collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if p.name not in WANTED]
+
+if SETTING == "interpreter":
+    # Triton reads it when kernels are decorated, its own included: before it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+import partita_kernels
+from partita_kernels import dispatch
+
+if SETTING == "interpreter":
+    import bfloat16
+
+    bfloat16.install()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In the ordinary run each test of `device` runs on the CPU paths and on plain torch."""
+    if "device" in metafunc.fixturenames:
+        modes = {"": ["auto", "reference"], "interpreter": ["triton"], "device": ["auto"], "compile": []}[SETTING]
+        metafunc.parametrize("device", modes, indirect=True)
+
+
+@pytest.fixture
+def device(request, fresh_seed):
+    """The device of tensors, with the implementation chosen and random numbers seeded."""
+    torch.manual_seed(fresh_seed)
+    with partita_kernels.using(request.param):
+        if SETTING == "interpreter":
+            from sanitizer import sanitize
+
+            with sanitize():
+                yield torch.device("cpu")
+        else:
+            found = torch.accelerator.current_accelerator() if SETTING == "device" else None
+            yield found or torch.device("cpu")
 
 
 @pytest.fixture
 def fresh_seed(record_property) -> int:
-    """New at each run; shown with a failure (pytest prints fixture values) and kept in the report."""
+    """New at each run; shown with a failure and kept in the report."""
     seed = int(os.environ.get("PARTITA_TEST_SEED") or secrets.randbelow(1 << 31))
-    print(f"fresh_seed={seed} (PARTITA_TEST_SEED={seed} repeats it)")
-    record_property("fresh_seed", seed)
+    print(f"PARTITA_TEST_SEED={seed} repeats this")
+    record_property("seed", seed)
     return seed
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """`small_blocks(module, size)`: its Triton kernels work on blocks of this size, so that small tensors need several."""
+
+    def shrink(module: str, size: int) -> None:
+        for operation in dispatch.OPERATIONS.values():
+            fn = operation.triton
+            if fn and fn.__module__ == f"partita_kernels.{module}" and "block" in inspect.signature(fn).parameters:
+                monkeypatch.setattr(operation, "triton", functools.partial(fn, block=size))
+
+    return shrink

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 TILE = 2048  # pairs of a Triton program
 
 
-def angles(positions: Tensor, size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rope_angles(positions: Tensor, size: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [..., size/2], for positions [...] and heads of `size` elements (even)."""
     rates = base ** (-torch.arange(size // 2, device=positions.device, dtype=torch.float32) * 2 / size)
     turns = positions.to(torch.float32)[..., None] * rates
