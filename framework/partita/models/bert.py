@@ -1,4 +1,7 @@
-"""BERT (Devlin et al. 2018) as a masked language model: post-norm blocks, exact GELU, one token type."""
+"""BERT (Devlin et al. 2018) for masked tokens: norms after the sums, learned positions, one token type.
+
+Exported weights give equal logits in transformers' BertForMaskedLM (whose token type 0 becomes a row of zeros).
+"""
 
 from __future__ import annotations
 
@@ -8,47 +11,59 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.models.common import Reference, attend, check_sizes
+from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, document_mask, tie
+from partita.models.init import draw
 from partita.models.noise import Noise, dropout
+from partita.models.sizes import Sizes, read_sizes
 
-EPS = 1e-12
+EPS = 1e-12  # of the published model
 
 
 class BertBlock(nn.Module):
-    """norm(x + attention(x)), then norm(x + feed-forward(x)). Input and output [B, T, width]."""
+    """Attention and feed-forward, each added to its input and normed. index: of the block, tells its dropout places apart."""
 
-    def __init__(self, width: int, heads: int, ffn: int, drop: float, layer: int) -> None:
+    def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
-        self.heads, self.drop, self.layer = heads, drop, layer
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
-        self.norm1, self.norm2 = nn.LayerNorm(width, eps=EPS), nn.LayerNorm(width, eps=EPS)
+        self.dropout, self.index = sizes.dropout, index
+        self.attention = Attention(sizes.width, sizes.heads, causal=False)
+        self.norm1 = nn.LayerNorm(sizes.width, eps=EPS)
+        self.mlp = Mlp(sizes.width, sizes.ffn, approximate="none")
+        self.norm2 = nn.LayerNorm(sizes.width, eps=EPS)
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None, noise: Noise | None) -> torch.Tensor:
-        """documents: [B, T] or None."""
-        b, t, c = x.shape
-        q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(x).split(c, dim=2))
-        mixed = attend(q, k, v, documents, causal=False).transpose(1, 2).reshape(b, t, c)
-        x = self.norm1(x + dropout(self.proj(mixed), self.drop, noise, 2 * self.layer + 1))
-        return self.norm2(x + dropout(self.down(F.gelu(self.up(x))), self.drop, noise, 2 * self.layer + 2))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
+        """x [B, T, C] -> [B, T, C]; mask as in `common.attend`."""
+        x = self.norm1(x + dropout(self.attention(x, mask), self.dropout, noise, 2 * self.index + 1))
+        return self.norm2(x + dropout(self.mlp(x), self.dropout, noise, 2 * self.index + 2))
 
 
-class Bert(Reference):
-    """Masked language model. Input [B, T] token ids, output [B, T, vocab] logits."""
+class Transform(nn.Module):
+    """What stands between the last block and the output layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=EPS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., C] -> [..., C]."""
+        return self.norm(F.gelu(self.dense(x)))
+
+
+class Bert(ReferenceModel):
+    """A masked language model. The output layer has a bias of its own, tied or not."""
 
     partita_loss = "masked"
 
-    def __init__(
-        self, *, vocab: int, layers: int, width: int, heads: int, ffn: int, context: int, drop: float, std: float
-    ) -> None:
-        super().__init__(layers, width, std)
-        self.drop, self.context = drop, context
-        self.embed, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.norm = nn.LayerNorm(width, eps=EPS)
-        self.blocks = nn.ModuleList(BertBlock(width, heads, ffn, drop, i) for i in range(layers))
-        self.transform, self.transform_norm = nn.Linear(width, width), nn.LayerNorm(width, eps=EPS)
-        self.head = nn.Linear(width, vocab)
-        self.head.weight = self.embed.weight
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.tokens = Embedding(sizes.vocab, sizes.width)
+        self.positions = Embedding(sizes.context, sizes.width)
+        self.norm = nn.LayerNorm(sizes.width, eps=EPS)
+        self.blocks = nn.ModuleList(BertBlock(sizes, i) for i in range(sizes.layers))
+        self.transform = Transform(sizes.width)
+        self.head = Linear(sizes.width, sizes.vocab)
+        if sizes.tie:
+            tie(self.head, self.tokens)
 
     def forward(
         self,
@@ -57,20 +72,24 @@ class Bert(Reference):
         documents: torch.Tensor | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """positions, documents: [B, T] for packed samples."""
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = dropout(self.norm(self.embed(input_ids) + self.positions(positions)), self.drop, noise, 0)
+        """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
+        x = self.norm(self.tokens(input_ids) + self.positions(self.places(input_ids, positions)))
+        x = dropout(x, self.sizes.dropout, noise, 0)
+        mask = document_mask(documents, causal=False)
         for block in self.blocks:
-            x = block(x, documents, noise)
-        return self.head(self.transform_norm(F.gelu(self.transform(x))))
+            x = block(x, mask, noise)
+        return self.head(self.transform(x))
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter in place; the norms after the sums make scaled branches needless."""
+        draw(name, tensor, generator, self.sizes.std)
+
+    def matrix_weights(self) -> int:
+        """Weights of all matrix products."""
+        s = self.sizes
+        return s.layers * (4 * s.width * s.width + 2 * s.width * s.ffn) + s.width * (s.width + s.vocab)
 
 
 def make_bert(config: Any, vocab: int) -> Bert:
-    """Builder of the slot `model`. Raises ConfigError for sizes that don't fit; the head is always tied, as in the paper."""
-    check_sizes(config)
-    m = config.model
-    return Bert(
-        vocab=vocab, layers=m.layers, width=m.width, heads=m.heads, ffn=m.ffn or 4 * m.width, context=m.context or config.data.sequence,
-        drop=m.dropout, std=m.init_std,
-    )  # fmt: skip
+    """Builder of the slot `model`. On a real device the matrices hold no values until `init.initialize` or a run fills them."""
+    return Bert(read_sizes(config, vocab))

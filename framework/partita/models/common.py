@@ -1,73 +1,117 @@
-"""What the reference models share: attention over packed documents, initial weights, units."""
+"""Parts of the reference models. Plain torch; nothing here knows of ranks.
+
+Layers don't initialise themselves: `init_parameter` writes their weights, and drawing them twice would double the time to start.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.errors import ConfigError
+from partita.errors import PartitaError
+from partita.models.sizes import Sizes
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
-    """Attention of [B, H, T, D] tensors (fewer key/value heads are shared by groups of query heads).
+class Linear(nn.Linear):
+    """nn.Linear with memory that nobody has written yet."""
 
-    documents: [B, T] numbers; tokens see only their own document.
+    def reset_parameters(self) -> None:
+        """Left to `init_parameter`."""
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with memory that nobody has written yet."""
+
+    def reset_parameters(self) -> None:
+        """Left to `init_parameter`."""
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    """Softmax attention: q [B, H, T, D], k and v [B, H or fewer, T, D] -> [B, H, T, D].
+
+    mask: bool [B, 1, T, T], true where a token sees another, causality included; None: all, or with `causal` those before it.
     """
     if k.shape[1] != q.shape[1]:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        # Repeated here and not by enable_gqa, which keeps some devices from their fused kernels.
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None)
+
+
+def document_mask(documents: torch.Tensor | None, causal: bool) -> torch.Tensor | None:
+    """Bool [B, 1, T, T] that keeps documents [B, T] (a number for each token) apart; None without documents."""
     if documents is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    mask = documents[:, None, :, None] == documents[:, None, None, :]
-    if causal:
-        mask = mask & torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return None
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    return (same.tril() if causal else same).unsqueeze(1)
 
 
-def check_sizes(config: Any) -> None:
-    """Raise ConfigError where heads don't divide the width, or the context is shorter than the sequence."""
-    m = config.model
-    if m.width % m.heads:
-        raise ConfigError(f"model.width: {m.width} is not divisible by model.heads={m.heads}\n    -> choose a multiple")
-    if m.kv_heads and m.heads % m.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads: model.heads={m.heads} is not divisible by {m.kv_heads}\n    -> choose a divisor of heads"
-        )
-    if m.context and m.context < config.data.sequence:
-        raise ConfigError(f"model.context: {m.context} is shorter than data.sequence={config.data.sequence}\n    -> raise it")
-    if m.options:
-        raise ConfigError(f"model.options: {m.name!r} takes none, got {sorted(m.options)}\n    -> remove them")
+class Attention(nn.Module):
+    """Multi-head self-attention with one matrix for queries, keys and values."""
 
-
-class Reference(nn.Module):
-    """Base of the reference models: units are `blocks`, initial weights depend on the parameter's name, shape and generator."""
-
-    blocks: nn.ModuleList
-    residual: tuple[str, ...] = ()  # suffixes of weights that end a residual branch
-    partita_loss = "causal"
-
-    def __init__(self, layers: int, width: int, std: float) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.layers, self.width, self.std = layers, width, std
+        self.heads, self.causal = heads, causal
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        b, t, _ = x.shape
+        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, dim=2))
+        y = attend(q, k, v, mask, self.causal)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU: exact, or its tanh form (Hendrycks and Gimpel 2016)."""
+
+    def __init__(self, width: int, inner: int, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.up = Linear(width, inner)
+        self.down = Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., C] -> [..., C]."""
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class ReferenceModel(nn.Module):
+    """What the reference models share. Subclasses own `blocks`, a ModuleList, and set `partita_loss`."""
+
+    partita_loss: str
+    blocks: nn.ModuleList
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.context = sizes.context
 
     def partita_units(self) -> list[tuple[str, nn.Module]]:
-        """(name, module) of each block."""
+        """The blocks, in the order in which forward calls them."""
         return [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
 
-    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """Normal weights, ends of residual branches scaled by 1/sqrt(2 layers) (GPT-2, section 2.3); biases 0, norm weights 1."""
-        if name.endswith("bias"):
-            tensor.zero_()
-        elif tensor.dim() == 1:
-            tensor.fill_(1.0)
-        else:
-            std = self.std / math.sqrt(2 * self.layers) if name.endswith(self.residual) else self.std
-            tensor.normal_(0.0, std, generator=generator)
-
     def flops_per_token(self, sequence: int) -> float:
-        """Forward and backward: 6 for each weight in a product, 12 x layers x width x sequence for attention (PaLM, appendix B)."""
-        weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() > 1 and "position" not in n)
-        return 6.0 * weights + 12.0 * self.layers * self.width * sequence
+        """Of forward and backward: 6 for each weight of a matrix product, 12 x layers x width x sequence for attention
+        (Chowdhery et al. 2022, appendix B: PaLM; the causal half is not taken off)."""
+        s = self.sizes
+        return 6.0 * self.matrix_weights() + 12.0 * s.layers * s.width * sequence
+
+    def matrix_weights(self) -> int:
+        """Weights of all matrix products, from sizes alone: the modules may hold a share of them only."""
+        raise NotImplementedError
+
+    def places(self, input_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Positions of the tokens, int64 [B, T] or [T]. Raises PartitaError where the sequence is longer than the context."""
+        length = input_ids.shape[1]
+        if length > self.context:
+            raise PartitaError(f"a sequence has {length} tokens and the model {self.context} positions. Raise model.context.")
+        return torch.arange(length, device=input_ids.device) if positions is None else positions
+
+
+def tie(head: Any, embedding: Any) -> None:
+    """Let an output layer share the embedding's weight."""
+    head.weight = embedding.weight

@@ -1,200 +1,246 @@
-"""From a checkpoint to a folder that transformers loads with `from_pretrained`. Needs no ranks."""
+"""Weights of a run as a folder that transformers' `from_pretrained` loads. Needs no transformers for the reference models."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save_file
 
+from partita.config.plain import from_plain
+from partita.config.schema import ModelConfig
 from partita.errors import CheckpointError, ConfigError, did_you_mean
+from partita.models import bert, llama
+from partita.models.sizes import ffn_size
 
-State = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]
+Translated = tuple[dict[str, Any], Weights]
+
+SHARD_BYTES = 4 << 30  # of one file
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # names that Hugging Face looks for
 
 
-def export_run(source: Path, out: Path) -> None:
-    """Write `config.json` and `model.safetensors` (float32) of a run's folder, or of one of its checkpoints, into the folder `out`.
+def export_run(run: Path | str, out: Path | str, checkpoint: Path | str | None = None) -> Path:
+    """Write the weights of a run's newest checkpoint, or of the one given, to `out`; returns it. No ranks are started.
 
-    Raises CheckpointError where there is no complete checkpoint, and ConfigError for a model that transformers has no class for.
+    run: a run's folder, or a checkpoint. out: replaced only when everything is written. Raises CheckpointError where there is no
+    checkpoint, ConfigError where the model has no counterpart in transformers or `out` is something else than an export.
     """
-    from partita.train.checkpoint import read_weights
+    from partita.train.index import inspect
+    from partita.train.loading import read_weights
 
-    run, checkpoint = _locate(source)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    name = config["model"]["name"]
-    if name not in EXPORTERS:
-        raise ConfigError(f"model.name: {name!r} can't be exported; {did_you_mean(name, EXPORTERS)}")
-    state = {k: v.float() for k, v in read_weights(checkpoint).items()}
-    described, weights = EXPORTERS[name](config, state)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    save_file({k: v.contiguous() for k, v in weights.items()}, str(out / "model.safetensors"), metadata={"format": "pt"})
+    source = checkpoint if checkpoint is not None else run
+    config = inspect(source)["extra"].get("config")
+    if config is None:
+        raise CheckpointError(f"{source} doesn't say which model it holds. It was not written by a training run.")
+    model = from_plain(config["model"], ModelConfig)
+    model.context = model.context or config["data"]["sequence"]
+    return export_hf(model, read_weights(source), out)
 
 
-def _locate(source: Path) -> tuple[Path, Path]:
-    """(run folder, checkpoint folder) of either."""
-    source = source.absolute()
-    if (source / "config.yaml").exists():
-        pointer = source / "checkpoints" / "latest"
-        if not pointer.exists():
-            raise CheckpointError(f"{source} has no complete checkpoint")
-        return source, source / "checkpoints" / pointer.read_text().strip()
-    if (source.parents[1] / "config.yaml").exists():
-        return source.parents[1], source
-    raise CheckpointError(f"{source} is neither a run's folder (config.yaml) nor a checkpoint inside one")
+def export_hf(model: Any, state: Weights, out: Path | str) -> Path:
+    """Write whole weights by Partita's names (tied ones once) to the folder `out`, with the config that goes with them.
+
+    model: the config node `model`, with its context filled in.
+    """
+    out = Path(out).absolute()
+    _check_target(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        folder = Path(scratch) / out.name
+        folder.mkdir()
+        if model.name == "hf":
+            from partita.models.hf import export_inner
+
+            export_inner(model, state, folder)
+        else:
+            config, weights = translator(model.name)(model, state)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            save_weights(weights, folder)
+        if out.exists():
+            shutil.rmtree(out)
+        os.rename(folder, out)
+    return out
 
 
-def _blocks(state: State) -> int:
-    return 1 + max(int(k.split(".")[1]) for k in state if k.startswith("blocks."))
+def _check_target(out: Path) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+        raise ConfigError(f"{out} exists and is no export\n    -> another folder")
 
 
-def export_gpt(config: dict[str, Any], state: State) -> tuple[dict[str, Any], State]:
-    """GPT2LMHeadModel, whose Conv1D weights are [in, out]."""
-    m = config["model"]
-    vocab, width = state["embed.weight"].shape
-    tied = "head.weight" not in state
-    described = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocab,
-        "n_positions": state["positions.weight"].shape[0],
+def translator(name: str) -> Callable[[Any, Weights], Translated]:
+    """The function from our weights to theirs for a reference model. Raises ConfigError for other models."""
+    known = {"gpt": to_gpt2, "llama": to_llama, "bert": to_bert}
+    if name not in known:
+        raise ConfigError(f"model.name: {name!r} has no export\n    -> {did_you_mean(name, [*known, 'hf'])}")
+    return known[name]
+
+
+def save_weights(weights: Weights, folder: Path, limit: int = SHARD_BYTES) -> None:
+    """Write safetensors of at most `limit` bytes (a tensor is never cut), with an index where there are several."""
+    groups: list[Weights] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor.contiguous()
+        size += tensor.nbytes
+    names = [WHOLE] if len(groups) == 1 else [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        save_file(group, folder / name, metadata={"format": "pt"})
+    if len(groups) > 1:
+        places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        total = {"total_size": sum(t.nbytes for t in weights.values())}
+        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------ reference models
+
+
+def _common(architecture: str, kind: str, model: Any, state: Weights) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": state["tokens.weight"].shape[0],
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+        "dtype": str(state["tokens.weight"].dtype).removeprefix("torch."),
+        # The tokenizer's business; without these transformers would assume ids that the vocabulary may not have.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _blocks(state: Weights, layers: int, table: dict[str, str], prefix: str) -> Weights:
+    """Weights of all blocks under their names: table is our name in a block -> theirs."""
+    return {f"{prefix}.{i}.{theirs}": state[f"blocks.{i}.{ours}"] for i in range(layers) for ours, theirs in table.items()}
+
+
+def _linear(pairs: dict[str, str], *kinds: str) -> dict[str, str]:
+    return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in pairs.items() for kind in kinds}
+
+
+def to_gpt2(model: Any, state: Weights) -> Translated:
+    """For GPT2LMHeadModel, whose matrices are stored [in, out]."""
+    context, width = state["positions.weight"].shape
+    config = _common("GPT2LMHeadModel", "gpt2", model, state) | {
+        "n_positions": context,
         "n_embd": width,
-        "n_layer": m["layers"],
-        "n_head": m["heads"],
-        "n_inner": state["blocks.0.up.weight"].shape[0],
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_inner": ffn_size(model, gated=False),
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        "resid_pdrop": m["dropout"],
-        "embd_pdrop": m["dropout"],
+        "embd_pdrop": model.dropout,
+        "resid_pdrop": model.dropout,
         "attn_pdrop": 0.0,
-        "tie_word_embeddings": tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
-    out = {"transformer.wte.weight": state["embed.weight"], "transformer.wpe.weight": state["positions.weight"]}
-    names = {
-        "norm1": "ln_1",
-        "norm2": "ln_2",
-        "qkv": "attn.c_attn",
-        "proj": "attn.c_proj",
-        "up": "mlp.c_fc",
-        "down": "mlp.c_proj",
+    norms = _linear({"norm1": "ln_1", "norm2": "ln_2"}, "weight", "bias")
+    matrices = {"attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    weights = {
+        "transformer.wte.weight": state["tokens.weight"],
+        "transformer.wpe.weight": state["positions.weight"],
+        **_blocks(state, model.layers, norms | _linear(matrices, "bias"), "transformer.h"),
+        **{n: w.t() for n, w in _blocks(state, model.layers, _linear(matrices, "weight"), "transformer.h").items()},
+        "transformer.ln_f.weight": state["norm.weight"],
+        "transformer.ln_f.bias": state["norm.bias"],
     }
-    for i in range(_blocks(state)):
-        for ours, theirs in names.items():
-            for kind in ("weight", "bias"):
-                value = state[f"blocks.{i}.{ours}.{kind}"]
-                out[f"transformer.h.{i}.{theirs}.{kind}"] = value.t() if value.dim() == 2 else value
-    out |= {f"transformer.ln_f.{kind}": state[f"norm.{kind}"] for kind in ("weight", "bias")}
-    if not tied:
-        out["lm_head.weight"] = state["head.weight"]
-    return described, out
+    if not model.tie_embeddings:
+        weights["lm_head.weight"] = state["head.weight"]
+    return config, weights
 
 
-def export_llama(config: dict[str, Any], state: State) -> tuple[dict[str, Any], State]:
-    """LlamaForCausalLM."""
-    m = config["model"]
-    vocab, width = state["embed.weight"].shape
-    tied = "head.weight" not in state
-    described = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab,
+def to_llama(model: Any, state: Weights) -> Translated:
+    """For LlamaForCausalLM, which keeps queries, keys, values, gate and up apart."""
+    width = state["tokens.weight"].shape[1]
+    kv_heads, head = model.kv_heads or model.heads, width // model.heads
+    ffn = ffn_size(model, gated=True)
+    config = _common("LlamaForCausalLM", "llama", model, state) | {
         "hidden_size": width,
-        "intermediate_size": state["blocks.0.up.weight"].shape[0],
-        "num_hidden_layers": m["layers"],
-        "num_attention_heads": m["heads"],
-        "num_key_value_heads": m["kv_heads"] or m["heads"],
-        "max_position_embeddings": m["context"] or config["data"]["sequence"],
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": m["rope_base"]},
-        "tie_word_embeddings": tied,
+        "intermediate_size": ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": model.context,
+        "rms_norm_eps": llama.EPS,
+        "rope_theta": model.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
+        "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
-    names = {
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "proj": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
+    table = {
+        "norm1.weight": "input_layernorm.weight",
+        "norm2.weight": "post_attention_layernorm.weight",
+        "attention.out.weight": "self_attn.o_proj.weight",
+        "mlp.down.weight": "mlp.down_proj.weight",
     }
-    out = {"model.embed_tokens.weight": state["embed.weight"], "model.norm.weight": state["norm.weight"]}
-    for i in range(_blocks(state)):
-        out |= {f"model.layers.{i}.{theirs}.weight": state[f"blocks.{i}.{ours}.weight"] for ours, theirs in names.items()}
-    if not tied:
-        out["lm_head.weight"] = state["head.weight"]
-    return described, out
+    weights = {
+        "model.embed_tokens.weight": state["tokens.weight"],
+        "model.norm.weight": state["norm.weight"],
+        **_blocks(state, model.layers, table, "model.layers"),
+    }
+    for i in range(model.layers):
+        parts = state[f"blocks.{i}.attention.qkv.weight"].split((width, kv_heads * head, kv_heads * head))
+        halves = state[f"blocks.{i}.mlp.gate_up.weight"].split(ffn)
+        for name, part in zip(
+            ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"), (*parts, *halves), strict=True
+        ):
+            weights[f"model.layers.{i}.{name}_proj.weight"] = part
+    if not model.tie_embeddings:
+        weights["lm_head.weight"] = state["head.weight"]
+    return config, weights
 
 
-def export_bert(config: dict[str, Any], state: State) -> tuple[dict[str, Any], State]:
-    """BertForMaskedLM with one token type, whose embedding is zero."""
-    m = config["model"]
-    vocab, width = state["embed.weight"].shape
-    described = {
-        "architectures": ["BertForMaskedLM"],
-        "model_type": "bert",
-        "vocab_size": vocab,
+def to_bert(model: Any, state: Weights) -> Translated:
+    """For BertForMaskedLM, which keeps queries, keys and values apart and adds a token type."""
+    context, width = state["positions.weight"].shape
+    config = _common("BertForMaskedLM", "bert", model, state) | {
         "hidden_size": width,
-        "intermediate_size": state["blocks.0.up.weight"].shape[0],
-        "num_hidden_layers": m["layers"],
-        "num_attention_heads": m["heads"],
-        "max_position_embeddings": state["positions.weight"].shape[0],
-        "type_vocab_size": 1,
+        "intermediate_size": ffn_size(model, gated=False),
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "max_position_embeddings": context,
+        "type_vocab_size": 2,
+        "layer_norm_eps": bert.EPS,
         "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "hidden_dropout_prob": m["dropout"],
+        "hidden_dropout_prob": model.dropout,
         "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": None,
     }
-    e = "bert.embeddings"
-    out = {
-        f"{e}.word_embeddings.weight": state["embed.weight"],
-        f"{e}.position_embeddings.weight": state["positions.weight"],
-        f"{e}.token_type_embeddings.weight": torch.zeros(1, width),
-    }
-    both = ("weight", "bias")
-    out |= {f"{e}.LayerNorm.{k}": state[f"norm.{k}"] for k in both}
-    names = {
-        "proj": "attention.output.dense",
+    pairs = {
+        "attention.out": "attention.output.dense",
         "norm1": "attention.output.LayerNorm",
-        "up": "intermediate.dense",
-        "down": "output.dense",
+        "mlp.up": "intermediate.dense",
+        "mlp.down": "output.dense",
         "norm2": "output.LayerNorm",
     }
-    for i in range(_blocks(state)):
-        layer = f"bert.encoder.layer.{i}"
-        for kind in both:
-            parts = state[f"blocks.{i}.qkv.{kind}"].chunk(3)
-            out |= {f"{layer}.attention.self.{n}.{kind}": p for n, p in zip(("query", "key", "value"), parts, strict=True)}
-            out |= {f"{layer}.{theirs}.{kind}": state[f"blocks.{i}.{ours}.{kind}"] for ours, theirs in names.items()}
-    head = "cls.predictions"
-    out |= {f"{head}.transform.dense.{k}": state[f"transform.{k}"] for k in both}
-    out |= {f"{head}.transform.LayerNorm.{k}": state[f"transform_norm.{k}"] for k in both}
-    out[f"{head}.bias"] = state["head.bias"]
-    return described, out
-
-
-def export_hf(config: dict[str, Any], state: State) -> tuple[dict[str, Any], State]:
-    """The same architecture that came in."""
-    from partita.models.hf import PREFIX, load_config
-
-    described = load_config(config["model"]["path"], config["model"]["options"]).to_dict()
-    return described, {k.removeprefix(PREFIX): v for k, v in state.items()}
-
-
-EXPORTERS: dict[str, Callable[[dict[str, Any], State], tuple[dict[str, Any], State]]] = {
-    "gpt": export_gpt,
-    "llama": export_llama,
-    "bert": export_bert,
-    "hf": export_hf,
-}
+    weights = {
+        "bert.embeddings.word_embeddings.weight": state["tokens.weight"],
+        "bert.embeddings.position_embeddings.weight": state["positions.weight"],
+        "bert.embeddings.token_type_embeddings.weight": state["tokens.weight"].new_zeros(2, width),
+        **_blocks(state, model.layers, _linear(pairs, "weight", "bias"), "bert.encoder.layer"),
+        "cls.predictions.bias": state["head.bias"],
+    }
+    outer = {"norm": "bert.embeddings.LayerNorm", "transform.dense": "cls.predictions.transform.dense"}
+    outer["transform.norm"] = "cls.predictions.transform.LayerNorm"
+    for ours, theirs in _linear(outer, "weight", "bias").items():
+        weights[theirs] = state[ours]
+    for i in range(model.layers):
+        for kind in ("weight", "bias"):
+            parts = state[f"blocks.{i}.attention.qkv.{kind}"].chunk(3)
+            for name, part in zip(("query", "key", "value"), parts, strict=True):
+                weights[f"bert.encoder.layer.{i}.attention.self.{name}.{kind}"] = part
+    if not model.tie_embeddings:
+        weights["cls.predictions.decoder.weight"] = state["head.weight"]
+        weights["cls.predictions.decoder.bias"] = state["head.bias"].clone()
+    return config, weights

@@ -1,63 +1,53 @@
-"""GPT (Radford et al. 2019): pre-norm blocks, learned positions, tanh-approximated GELU. Exports to transformers' GPT2LMHeadModel."""
+"""GPT-2 (Radford et al. 2019): pre-norm blocks, learned positions.
+
+Exported weights give equal logits in transformers' GPT2LMHeadModel.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from partita.models.common import Reference, attend, check_sizes
+from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, document_mask, tie
+from partita.models.init import draw
 from partita.models.noise import Noise, dropout
+from partita.models.sizes import Sizes, read_sizes
 
 
-class GPTBlock(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). Input and output [B, T, width]."""
+class Block(nn.Module):
+    """Attention and feed-forward, each added to the stream. index: of the block, tells its dropout places apart."""
 
-    def __init__(self, width: int, heads: int, ffn: int, drop: float, layer: int) -> None:
+    def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
-        self.heads, self.drop, self.layer = heads, drop, layer
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, ffn), nn.Linear(ffn, width)
+        self.dropout, self.index = sizes.dropout, index
+        self.norm1 = nn.LayerNorm(sizes.width)
+        self.attention = Attention(sizes.width, sizes.heads, causal=True)
+        self.norm2 = nn.LayerNorm(sizes.width)
+        self.mlp = Mlp(sizes.width, sizes.ffn, approximate="tanh")
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None, noise: Noise | None) -> torch.Tensor:
-        """documents: [B, T] or None."""
-        b, t, c = x.shape
-        q, k, v = (z.view(b, t, self.heads, -1).transpose(1, 2) for z in self.qkv(self.norm1(x)).split(c, dim=2))
-        mixed = attend(q, k, v, documents, causal=True).transpose(1, 2).reshape(b, t, c)
-        x = x + dropout(self.proj(mixed), self.drop, noise, 2 * self.layer + 1)
-        wide = F.gelu(self.up(self.norm2(x)), approximate="tanh")
-        return x + dropout(self.down(wide), self.drop, noise, 2 * self.layer + 2)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
+        """x [B, T, C] -> [B, T, C]; mask as in `common.attend`."""
+        x = x + dropout(self.attention(self.norm1(x), mask), self.dropout, noise, 2 * self.index + 1)
+        return x + dropout(self.mlp(self.norm2(x)), self.dropout, noise, 2 * self.index + 2)
 
 
-class GPT(Reference):
-    """Decoder-only language model. Input [B, T] token ids, output [B, T, vocab] logits."""
+class GPT(ReferenceModel):
+    """A causal language model."""
 
-    residual = ("proj.weight", "down.weight")
+    partita_loss = "causal"
 
-    def __init__(
-        self,
-        *,
-        vocab: int,
-        layers: int,
-        width: int,
-        heads: int,
-        ffn: int,
-        context: int,
-        tie: bool,
-        drop: float = 0.0,
-        std: float = 0.02,
-    ) -> None:
-        super().__init__(layers, width, std)
-        self.drop, self.context = drop, context
-        self.embed, self.positions = nn.Embedding(vocab, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(GPTBlock(width, heads, ffn, drop, i) for i in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab, bias=False)
-        if tie:
-            self.head.weight = self.embed.weight
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.tokens = Embedding(sizes.vocab, sizes.width)
+        self.positions = Embedding(sizes.context, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes, i) for i in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = Linear(sizes.width, sizes.vocab, bias=False)
+        if sizes.tie:
+            tie(self.head, self.tokens)
 
     def forward(
         self,
@@ -66,22 +56,24 @@ class GPT(Reference):
         documents: torch.Tensor | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """positions, documents: [B, T] for packed samples."""
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = dropout(self.embed(input_ids) + self.positions(positions), self.drop, noise, 0)
+        """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
+        x = self.tokens(input_ids) + self.positions(self.places(input_ids, positions))
+        x = dropout(x, self.sizes.dropout, noise, 0)
+        mask = document_mask(documents, causal=True)
         for block in self.blocks:
-            x = block(x, documents, noise)
+            x = block(x, mask, noise)
         return self.head(self.norm(x))
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter in place, as GPT-2 does."""
+        draw(name, tensor, generator, self.sizes.std, self.sizes.std / math.sqrt(2 * self.sizes.layers))
+
+    def matrix_weights(self) -> int:
+        """Weights of all matrix products."""
+        s = self.sizes
+        return s.layers * (4 * s.width * s.width + 2 * s.width * s.ffn) + s.width * s.vocab
 
 
 def make_gpt(config: Any, vocab: int) -> GPT:
-    """Builder of the slot `model`. Raises ConfigError for sizes that don't fit."""
-    check_sizes(config)
-    m = config.model
-    context = m.context or config.data.sequence
-    ffn = m.ffn or 4 * m.width
-    return GPT(
-        vocab=vocab, layers=m.layers, width=m.width, heads=m.heads, ffn=ffn, context=context, tie=m.tie_embeddings, drop=m.dropout,
-        std=m.init_std,
-    )  # fmt: skip
+    """Builder of the slot `model`. On a real device the matrices hold no values until `init.initialize` or a run fills them."""
+    return GPT(read_sizes(config, vocab))

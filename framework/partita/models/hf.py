@@ -1,10 +1,10 @@
-"""Any causal or masked language model of transformers, from a folder with config.json and, where it has them, weights."""
+"""Any causal or masked language model of Hugging Face transformers as a model of Partita (`model=hf`)."""
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Mapping
+import inspect
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +12,34 @@ import torch
 from torch import nn
 
 from partita.errors import ConfigError, PartitaError
+from partita.models.common import document_mask
+from partita.models.hf_config import CAUSAL, import_transformers, objective, read_config
+from partita.models.hf_weights import Drawer, StoredWeights, has_weights
 from partita.models.noise import Noise
 
-PREFIX = "inner."  # of parameter names: the model stands inside ours
+PREFIX = "inner."  # of the names of all parameters: the model is a part of its adapter
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
+
+Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
-def load_config(path: str | None, options: Mapping[str, Any]) -> Any:
-    """transformers' config of a local folder, with `options` on top. Raises ConfigError for options that it doesn't have."""
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ConfigError("model.name: model=hf needs transformers\n    -> pip install 'partita[hf]'") from error
-    if path is None or not (Path(path) / "config.json").exists():
-        raise ConfigError(f"model.path: {path!r} holds no config.json\n    -> give the folder of a model; nothing is downloaded")
-    described = AutoConfig.from_pretrained(path, local_files_only=True)
-    for key, value in options.items():
-        if not hasattr(described, key):
-            raise ConfigError(f"model.options.{key}: {type(described).__name__} has no such value\n    -> see {path}/config.json")
-        setattr(described, key, value)
-    return described
+class HfModel(nn.Module):
+    """Adapter: our arguments to theirs, logits back.
 
+    config: of transformers. weights: makes the source of stored ones; None: they are drawn.
+    Units are the members of the largest ModuleList.
+    """
 
-class HuggingFace(nn.Module):
-    """A transformers model behind the signature of the reference models. Input [B, T] token ids, output [B, T, vocab] logits."""
-
-    def __init__(self, inner: Any, causal: bool, folder: Path | None) -> None:
+    def __init__(self, config: Any, weights: Callable[[Any], Source] | None = None) -> None:
         super().__init__()
-        self.inner, self._causal, self._folder = inner, causal, folder
-        self.partita_loss = "causal" if causal else "masked"
-        self.context = getattr(inner.config, "max_position_embeddings", None)
-        if folder is not None:
-            self.partita_weights = self._stored
+        self.inner = build_inner(config)
+        self.partita_loss = objective(config)
+        self.partita_weights = None if weights is None else _renamed(weights(self.inner))
+        self._drawer = Drawer(lambda: build_inner(config))
+        self._offset = _position_offset(self.inner)
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.context = longest - self._offset if longest else None
+        self._matrix_weights = _matrix_weights(self.inner)
 
     def forward(
         self,
@@ -51,94 +48,122 @@ class HuggingFace(nn.Module):
         documents: torch.Tensor | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """positions, documents: [B, T] for packed samples. noise: unused; dropout is that of the model's own config."""
-        extra: dict[str, Any] = {}
+        """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab].
+
+        Raises PartitaError for noise, which has no use here.
+        """
+        if noise is not None:
+            raise PartitaError("a Hugging Face model takes no dropout noise. Set model.dropout=0.")
+        more: dict[str, Any] = {}
         if positions is not None:
-            extra["position_ids"] = positions
+            more["position_ids"] = positions + self._offset
         if documents is not None:
-            extra["attention_mask"] = self._mask(documents)
-        logits: torch.Tensor = self.inner(input_ids=input_ids, **extra).logits
+            more["attention_mask"] = document_mask(documents, causal=self.partita_loss == CAUSAL)
+        logits: torch.Tensor = self.inner(input_ids=input_ids, **more).logits
         return logits
 
-    def _mask(self, documents: torch.Tensor) -> torch.Tensor:
-        """[B, 1, T, T], added to attention scores: 0 where a token may look, the lowest number elsewhere."""
-        see = documents[:, :, None] == documents[:, None, :]
-        if self._causal:
-            see = see.tril()
-        dtype = self.inner.dtype
-        return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)[:, None]
-
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """By the model's own rule for the module that holds the parameter, with random numbers of `generator`."""
-        path, _, attribute = name.rpartition(".")
-        module = copy.deepcopy(self.get_submodule(path)).to_empty(device="cpu").float()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-            self.inner._init_weights(module)
-        tensor.copy_(module.get_parameter(attribute).detach())
+        """Fill one whole parameter in place, by the model's own rules and the generator's seed."""
+        self._drawer.draw(name.removeprefix(PREFIX), tensor, generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Fill buffers that were made on the meta device (rotary tables, position numbers) by the model's own rule."""
-        for module in self.inner.modules():
-            if not any(b is not None and b.is_meta for b in module._buffers.values()):
-                continue
-            fresh = copy.deepcopy(module).to_empty(device=device)
-            self.inner._init_weights(fresh)
+        """Give buffers that stand on meta the values that the model's constructors compute."""
+        for name, module in self.inner.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = fresh._buffers[key]
+                    module._buffers[key] = self._drawer.model.get_submodule(name)._buffers[key].to(device)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """One weight of the folder, read by itself. Raises PartitaError where no file has it."""
-        from safetensors import safe_open
-
-        assert self._folder is not None
-        base = self.inner.base_model_prefix + "."
-        bare = name.removeprefix(PREFIX)
-        where = _weight_files(self._folder)
-        for candidate in (bare, bare.removeprefix(base), base + bare):
-            if candidate in where:
-                with safe_open(str(where[candidate]), framework="pt") as file:
-                    tensor: torch.Tensor = file.get_tensor(candidate)
-                return tensor
-        raise PartitaError(
-            f"{self._folder} has no weight {bare!r} of shape {shape}. model.weights=random starts from random weights."
-        )
+    def flops_per_token(self, sequence: int) -> float:
+        """Forward and backward: 6 for each weight that a token meets, and 12 x layers x width x sequence for attention."""
+        text = self.inner.config.get_text_config()
+        return 6.0 * self._matrix_weights + 12.0 * text.num_hidden_layers * text.hidden_size * sequence
 
 
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Name of each weight -> its file."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return {k: folder / v for k, v in json.loads(index.read_text())["weight_map"].items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        return {}
-    with safe_open(str(single), framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+def build_inner(config: Any) -> Any:
+    """The transformers model of a config, on the default device. Fused attention where the model has it."""
+    transformers = import_transformers()
+    auto = transformers.AutoModelForCausalLM if objective(config) == CAUSAL else transformers.AutoModelForMaskedLM
+    return auto.from_config(config)
 
 
-def make_hf(config: Any, vocab: int) -> HuggingFace:
-    """Builder of the slot `model`. Raises ConfigError for a folder, an architecture or a vocabulary that doesn't fit."""
-    m = config.model
-    described = load_config(m.path, m.options)
-    if vocab > described.vocab_size:
+def _renamed(source: Source) -> Source:
+    return lambda name, shape: source(name.removeprefix(PREFIX), shape)
+
+
+def _position_offset(inner: nn.Module) -> int:
+    """RoBERTa and its kin count positions from the one after the padding's."""
+    for name, module in inner.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.padding_idx) + 1  # type: ignore[arg-type]
+    return 0
+
+
+def _matrix_weights(inner: Any) -> float:
+    """Weights that a token is multiplied with: no tables that are only looked up, and of experts those that it is sent to."""
+    tables = {id(m.weight) for m in inner.modules() if isinstance(m, nn.Embedding)}
+    used = {id(p) for m in inner.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    text = inner.config.get_text_config()
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    share = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+    shares = {2: 1.0, 3: share}
+    return sum(p.numel() * shares.get(p.ndim, 0.0) for p in inner.parameters() if id(p) not in tables or id(p) in used)
+
+
+def _check_packing(inner: Any) -> None:
+    """Raise ConfigError where a model would let packed documents see each other."""
+    takes = inspect.signature(inner.forward).parameters
+    name, text = type(inner).__name__, inner.config.get_text_config()
+    reason = ""
+    if "position_ids" not in takes or "attention_mask" not in takes:
+        reason = "takes no positions or no mask"
+    elif inner.config._attn_implementation != "sdpa":
+        reason = f"has no fused attention with a mask (it runs {inner.config._attn_implementation!r})"
+    elif getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        reason = "has a sliding window, which a mask of documents would replace"
+    if reason:
+        raise ConfigError(f"data.pack: {name} {reason}, so documents could not be kept apart\n    -> data.pack=false")
+
+
+def _weights(model: Any) -> Callable[[Any], Source] | None:
+    """Where initial weights come from, as `model.weights` says; None: they are drawn."""
+    if model.weights not in ("auto", "load", "random"):
+        raise ConfigError(f"model.weights: {model.weights!r} is none of auto, load, random")
+    if model.weights == "random" or (model.path is None and model.weights == "auto"):
+        return None
+    folder = Path(model.path).expanduser() if model.path is not None else None
+    if folder is not None and has_weights(folder):
+        return lambda inner: StoredWeights(folder, inner)
+    if model.weights == "load":
         raise ConfigError(
-            f"data.tokenizer: it has {vocab} tokens, the model {described.vocab_size}\n    -> use the model's own: data.tokenizer={m.path}"
+            f"model.weights: no safetensors in {folder or 'model.path, which is not set'}\n    -> model.weights=random"
         )
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+    return None
 
-    names = described.architectures or []
-    causal = not any("MaskedLM" in n for n in names) and type(described) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = AutoModelForCausalLM if causal else AutoModelForMaskedLM
-    try:
-        inner = auto.from_config(described, attn_implementation="sdpa")
-    except ValueError as error:
-        raise ConfigError(f"model.path: {m.path}: {error}\n    -> give a causal or masked language model") from error
-    folder = Path(m.path)
-    stored = bool(_weight_files(folder))
-    if m.weights == "load" and not stored:
-        raise ConfigError(f"model.weights: load, but {folder} holds no safetensors\n    -> model.weights=random")
-    return HuggingFace(inner, causal, folder if stored and m.weights != "random" else None)
+
+def make_hf(config: Any, vocab: int) -> HfModel:
+    """Builder of the slot `model`. vocab: entries that the tokenizer needs; a folder's model keeps its own number.
+
+    Raises ConfigError for what transformers doesn't know, what the corpus doesn't fit, and weights that are missing.
+    """
+    model = HfModel(read_config(config.model, vocab, config.data.sequence), _weights(config.model))
+    if config.data.pack:
+        _check_packing(model.inner)
+    return model
+
+
+def export_inner(model: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write weights by Partita's names, with config and the tokenizer files of `model.path`, as `save_pretrained` does."""
+    whole = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    with torch.device("meta"):
+        inner = build_inner(read_config(model, model.vocab or 1, model.context))
+        table = next(n for n, p in inner.named_parameters() if p is inner.get_input_embeddings().weight)
+        if len(whole[table]) != len(inner.get_input_embeddings().weight):
+            inner = build_inner(read_config(model, len(whole[table]), model.context))
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        first = next(n for n, p in inner.named_parameters() if p is parameter)
+        whole[name] = whole[first]
+    inner.save_pretrained(folder, state_dict={n: whole[n] for n in inner.state_dict() if n in whole})
+    for file in TOKENIZER_FILES if model.path is not None else ():
+        stored = Path(model.path).expanduser() / file
+        if stored.is_file():
+            shutil.copy(stored, folder / file)

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.runtime.rng import name_generator
+
 # Projections that write into the residual stream, in all reference models
 RESIDUAL = ("attention.out.weight", "mlp.down.weight")
 
 
 def draw(name: str, tensor: torch.Tensor, generator: torch.Generator, std: float, residual_std: float | None = None) -> None:
-    """Fill one whole parameter in place: biases 0, norms 1, matrices normal with `std`; `RESIDUAL` ones with `residual_std`.
+    """Fill one whole parameter in place: biases 0, norms 1, matrices normal (`RESIDUAL`: with `residual_std`).
 
-    GPT-2 (Radford et al. 2019, section 2.3) scales the latter by 1/sqrt(number of residual branches), so that their sum keeps its size.
+    GPT-2 (Radford et al. 2019, section 2.3) scales the latter by 1/sqrt(number of branches), so their sum keeps its size.
     """
     with torch.no_grad():
         if name.endswith("bias"):
@@ -28,12 +30,10 @@ def draw(name: str, tensor: torch.Tensor, generator: torch.Generator, std: float
 
 
 def initialize(model: Any, seed: int) -> nn.Module:
-    """The model with all its own initial weights, on the CPU whatever device it stood on; the same that a run of any layout begins with.
+    """The model with the initial weights that a run of any layout begins with, on the CPU whatever device it stood on.
 
     model: any module with `init_parameter(name, tensor, generator)`. Tied parameters are drawn once, under their first name.
     """
-    from partita.runtime.rng import name_generator
-
     return fill(model, lambda name, tensor: model.init_parameter(name, tensor, name_generator(seed, name)))
 
 

@@ -1,76 +1,102 @@
-"""Llama (Touvron et al. 2023): RMSNorm, rotary positions, grouped-query attention, SwiGLU. Exports to transformers' LlamaForCausalLM."""
+"""Llama (Touvron et al. 2023): RMSNorm, rotary positions, grouped heads, SwiGLU.
+
+Exported weights give equal logits in transformers' LlamaForCausalLM.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.models.common import Reference, attend, check_sizes
+from partita.models.common import Embedding, Linear, ReferenceModel, attend, document_mask, tie
+from partita.models.init import draw
 from partita.models.noise import Noise, dropout
+from partita.models.sizes import Sizes, read_sizes
+
+EPS = 1e-5  # of Llama 2 and later
+Turn = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary positions (Su et al. 2021) on x [B, H, T, D], halves paired; positions [T] or [B, T]. Angles are float32."""
-    half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32)[..., None] * rates
-    angles = angles[None, None] if angles.dim() == 2 else angles[:, None]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def rotary(positions: torch.Tensor, channels: int, base: float, dtype: torch.dtype) -> Turn:
+    """Cosines and sines [B or 1, 1, T, channels / 2] of positions [B, T] or [T] (Su et al. 2021), computed in float32."""
+    rates = base ** (-torch.arange(0, channels, 2, dtype=torch.float32, device=positions.device) / channels)
+    angles = positions.to(torch.float32).unsqueeze(-1) * rates
+    angles = angles.unsqueeze(-3) if angles.ndim == 3 else angles[None, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """x [B, H, T, D] with channel i turned together with channel i + D/2."""
+    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class LlamaAttention(nn.Module):
+    """Causal attention in which groups of query heads share a head of keys and values (Ainslie et al. 2023)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, sizes.head
+        self.qkv = Linear(sizes.width, (sizes.heads + 2 * sizes.kv_heads) * sizes.head, bias=False)
+        self.out = Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: Turn, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x [B, T, C] -> [B, T, C]."""
+        b, t, _ = x.shape
+        joined = self.qkv(x).view(b, t, -1, self.head).transpose(1, 2)
+        q, k, v = joined.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        y = attend(rotate(q, turn), rotate(k, turn), v, mask, causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class SwiGlu(nn.Module):
+    """Feed-forward with a gate (Shazeer 2020): down(silu(gate) * up)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(width, 2 * inner, bias=False)
+        self.down = Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., C] -> [..., C]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class LlamaBlock(nn.Module):
-    """Input and output [B, T, width]."""
+    """Attention and feed-forward, each added to the stream. index: of the block, tells its dropout places apart."""
 
-    def __init__(self, config: Any, ffn: int, layer: int) -> None:
+    def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
-        m = config.model
-        self.heads, self.kv_heads, self.base = m.heads, m.kv_heads or m.heads, m.rope_base
-        self.drop, self.layer = m.dropout, layer
-        size = m.width // m.heads
-        self.norm1, self.norm2 = nn.RMSNorm(m.width, eps=1e-6), nn.RMSNorm(m.width, eps=1e-6)
-        self.q = nn.Linear(m.width, m.width, bias=False)
-        self.k = nn.Linear(m.width, self.kv_heads * size, bias=False)
-        self.v = nn.Linear(m.width, self.kv_heads * size, bias=False)
-        self.proj = nn.Linear(m.width, m.width, bias=False)
-        self.gate, self.up = nn.Linear(m.width, ffn, bias=False), nn.Linear(m.width, ffn, bias=False)
-        self.down = nn.Linear(ffn, m.width, bias=False)
+        self.dropout, self.index = sizes.dropout, index
+        self.norm1 = nn.RMSNorm(sizes.width, eps=EPS)
+        self.attention = LlamaAttention(sizes)
+        self.norm2 = nn.RMSNorm(sizes.width, eps=EPS)
+        self.mlp = SwiGlu(sizes.width, sizes.ffn)
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, documents: torch.Tensor | None, noise: Noise | None
-    ) -> torch.Tensor:
-        """positions: [T] or [B, T]; documents: [B, T] or None."""
-        b, t, c = x.shape
-        h = self.norm1(x)
-        q = rotate(self.q(h).view(b, t, self.heads, -1).transpose(1, 2), positions, self.base)
-        k = rotate(self.k(h).view(b, t, self.kv_heads, -1).transpose(1, 2), positions, self.base)
-        v = self.v(h).view(b, t, self.kv_heads, -1).transpose(1, 2)
-        mixed = attend(q, k, v, documents, causal=True).transpose(1, 2).reshape(b, t, c)
-        x = x + dropout(self.proj(mixed), self.drop, noise, 2 * self.layer + 1)
-        h = self.norm2(x)
-        return x + dropout(self.down(F.silu(self.gate(h)) * self.up(h)), self.drop, noise, 2 * self.layer + 2)
+    def forward(self, x: torch.Tensor, turn: Turn, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
+        """x [B, T, C] -> [B, T, C]; turn: of `rotary`; mask as in `common.attend`."""
+        x = x + dropout(self.attention(self.norm1(x), turn, mask), self.dropout, noise, 2 * self.index + 1)
+        return x + dropout(self.mlp(self.norm2(x)), self.dropout, noise, 2 * self.index + 2)
 
 
-class Llama(Reference):
-    """Decoder-only language model. Input [B, T] token ids, output [B, T, vocab] logits."""
+class Llama(ReferenceModel):
+    """A causal language model."""
 
-    residual = ("proj.weight", "down.weight")
+    partita_loss = "causal"
 
-    def __init__(self, config: Any, vocab: int) -> None:
-        m = config.model
-        super().__init__(m.layers, m.width, m.init_std)
-        ffn = m.ffn or -(-(m.width * 8 // 3) // 64) * 64
-        self.drop = m.dropout
-        self.embed = nn.Embedding(vocab, m.width)
-        self.blocks = nn.ModuleList(LlamaBlock(config, ffn, i) for i in range(m.layers))
-        self.norm = nn.RMSNorm(m.width, eps=1e-6)
-        self.head = nn.Linear(m.width, vocab, bias=False)
-        if m.tie_embeddings:
-            self.head.weight = self.embed.weight
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.tokens = Embedding(sizes.vocab, sizes.width)
+        self.blocks = nn.ModuleList(LlamaBlock(sizes, i) for i in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width, eps=EPS)
+        self.head = Linear(sizes.width, sizes.vocab, bias=False)
+        if sizes.tie:
+            tie(self.head, self.tokens)
 
     def forward(
         self,
@@ -79,16 +105,25 @@ class Llama(Reference):
         documents: torch.Tensor | None = None,
         noise: Noise | None = None,
     ) -> torch.Tensor:
-        """positions, documents: [B, T] for packed samples."""
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = dropout(self.embed(input_ids), self.drop, noise, 0)
+        """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
+        x = dropout(self.tokens(input_ids), self.sizes.dropout, noise, 0)
+        turn = rotary(self.places(input_ids, positions), self.sizes.head, self.sizes.rope_base, x.dtype)
+        mask = document_mask(documents, causal=True)
         for block in self.blocks:
-            x = block(x, positions, documents, noise)
+            x = block(x, turn, mask, noise)
         return self.head(self.norm(x))
+
+    def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill one whole parameter in place; branches are scaled as GPT-2 scales them."""
+        draw(name, tensor, generator, self.sizes.std, self.sizes.std / math.sqrt(2 * self.sizes.layers))
+
+    def matrix_weights(self) -> int:
+        """Weights of all matrix products."""
+        s = self.sizes
+        attention = 2 * s.width * (s.heads + s.kv_heads) * s.head
+        return s.layers * (attention + 3 * s.width * s.ffn) + s.width * s.vocab
 
 
 def make_llama(config: Any, vocab: int) -> Llama:
-    """Builder of the slot `model`. Raises ConfigError for sizes that don't fit."""
-    check_sizes(config)
-    return Llama(config, vocab)
+    """Builder of the slot `model`. On a real device the matrices hold no values until `init.initialize` or a run fills them."""
+    return Llama(read_sizes(config, vocab, rotary=True))

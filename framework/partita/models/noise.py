@@ -1,4 +1,8 @@
-"""Dropout whose mask depends on seed, step, layer, sample, token position and channel, and on no layout."""
+"""Dropout from a counter: what is dropped depends on seed, step, layer, sample, token and channel, never on the layout.
+
+A torch generator would give other values for another split of the batch, and would have to be saved and replayed. Here each
+element hashes its own coordinates, so recomputation, resuming and any number of ranks see the same zeros.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +10,85 @@ from dataclasses import dataclass
 
 import torch
 
-_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B97F4A7C15
+_M64 = (1 << 64) - 1
+# Odd multipliers with good avalanche behaviour in 32 bits (Wellons, "Prospecting for hash functions", 2018)
+_A32, _B32 = 0x7FEB352D, 0x846CA68B
+
+
+def _signed(value: int, bits: int) -> int:
+    """The integer of `bits` bits as torch's signed types hold it."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_C64 = _signed(_GOLDEN, 64)
+_D64, _E64 = _signed(0xBF58476D1CE4E5B9, 64), _signed(0x94D049BB133111EB, 64)
+_C32, _B32S = _signed(0x9E3779B1, 32), _signed(_B32, 32)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Identity of a micro-batch's randomness. sample: [B] global sample numbers."""
+    """Where the random numbers of one micro-batch lie.
+
+    seed: of the run. step: of the update. sample: int64 [B], the global number of each sequence. columns: int64 [T], which tokens
+    of their sequence the micro-batch holds, where it holds a part; None: all from the first.
+    """
 
     seed: int
     step: int
     sample: torch.Tensor
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A 32-bit integer hash in int64 arithmetic (finaliser with full avalanche)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
-
-
-def uniform(shape: tuple[int, int, int], noise: Noise, layer: int) -> torch.Tensor:
-    """[B, T, C] float32 values in [0, 1): a pure function of the identity of each element."""
-    _, t, c = shape
-    device = noise.sample.device
-    base = _mix(torch.tensor([(noise.seed * 0x9E3779B1 + noise.step * 0x85EBCA77 + layer * 0xC2B2AE3D) & _MASK], device=device))
-    row = _mix((noise.sample.to(torch.int64) + base) & _MASK)[:, None]
-    token = _mix((row * 31 + torch.arange(t, device=device)) & _MASK)[:, :, None]
-    return _mix((token + torch.arange(c, device=device) * 0x9E3779B1) & _MASK).to(torch.float32) / 4294967296.0
+    columns: torch.Tensor | None = None
 
 
 def dropout(x: torch.Tensor, p: float, noise: Noise | None, layer: int) -> torch.Tensor:
-    """Inverted dropout of x [B, T, C] with probability p; x itself where p is 0 or there is no noise (evaluation)."""
-    if p == 0.0 or noise is None:
+    """x [B, T, C] with each element zero with probability p, the others times 1 / (1 - p). Without noise, or with p 0, x itself.
+
+    layer: a number of its own for each place in the model.
+    """
+    if noise is None or p == 0.0:
         return x
-    keep = uniform((x.shape[0], x.shape[1], x.shape[2]), noise, layer) >= p
-    return x * keep.to(x.dtype) / (1.0 - p)
+    return x.masked_fill(dropped(x, p, noise, layer), 0.0) * (1.0 / (1.0 - p))
+
+
+@torch.no_grad()
+def dropped(x: torch.Tensor, p: float, noise: Noise, layer: int) -> torch.Tensor:
+    """Bool [B, T, C]: which elements of x are dropped. p is rounded to a multiple of 2^-32."""
+    rows = _row_hashes(x.shape[1], noise, layer, x.device)
+    first, second = _low(rows), _low(rows >> 32)
+    channels = torch.arange(x.shape[2], dtype=torch.int32, device=x.device) * _C32
+    h = (channels ^ first.unsqueeze(-1)).mul_(_A32).add_(second.unsqueeze(-1))
+    h ^= (h >> 15) & 0x1FFFF  # the shift keeps the sign; the mask makes it a logical one
+    h *= _B32S
+    h ^= (h >> 16) & 0xFFFF
+    h *= _A32
+    return h < round(p * 2**32) - 2**31
+
+
+def _row_hashes(tokens: int, noise: Noise, layer: int, device: torch.device) -> torch.Tensor:
+    """int64 [B, T]: a hash of all coordinates but the channel."""
+    key = _mix_int(_mix_int(_mix_int(noise.seed) ^ noise.step) ^ layer)
+    sample = _mix(noise.sample.to(device) ^ _signed(key, 64))
+    columns = torch.arange(tokens, device=device) if noise.columns is None else noise.columns.to(device)
+    return _mix(sample.unsqueeze(1) + columns * _C64)
+
+
+def _mix_int(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) of one integer."""
+    x = (value + _GOLDEN) & _M64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
+    return x ^ (x >> 31)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The same of an int64 tensor; torch's integers wrap, and its right shift copies the sign, which the masks take away."""
+    x = x + _C64
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _D64
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _E64
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _low(x: torch.Tensor) -> torch.Tensor:
+    """The lower 32 bits of int64 as int32; the range is folded first, since a cast out of range is undefined."""
+    return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)

@@ -55,7 +55,7 @@ def read_sizes(config: Any, vocab: int, *, rotary: bool = False) -> Sizes:
         width=m.width,
         heads=m.heads,
         kv_heads=m.kv_heads or m.heads,
-        ffn=m.ffn or _ffn(m.width, gated=rotary),
+        ffn=ffn_size(m, gated=rotary),
         context=context,
         tie=m.tie_embeddings,
         dropout=m.dropout,
@@ -64,9 +64,12 @@ def read_sizes(config: Any, vocab: int, *, rotary: bool = False) -> Sizes:
     )
 
 
-def _ffn(width: int, *, gated: bool) -> int:
-    """4 x width; with a gate 8/3 x width, which has as many weights (Shazeer 2020), rounded up to a multiple of 64."""
-    return 4 * width if not gated else -(-8 * width // (3 * 64)) * 64
+def ffn_size(m: Any, *, gated: bool) -> int:
+    """Inner size of the feed-forward of a node `model`: 4 x width; with a gate 8/3 x width, rounded up to a multiple of 64.
+
+    The latter gives three matrices as many weights as two of the former (Shazeer 2020).
+    """
+    return int(m.ffn or (-(-8 * m.width // (3 * 64)) * 64 if gated else 4 * m.width))
 
 
 def _counts(m: Any) -> list[str]:
