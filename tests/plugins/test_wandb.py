@@ -82,7 +82,13 @@ def records(folder: Path) -> Iterator[Any]:
 
 
 def of_kind(folder: Path, kind: str) -> list[Any]:
-    return [getattr(r, kind) for r in records(folder) if r.WhichOneof("record_type") == kind]
+    """Records of one kind; W&B's service writes the last ones a moment after `finish` has returned."""
+    for _ in range(100):
+        found = list(records(folder))
+        if found and found[-1].WhichOneof("record_type") == "exit":
+            break
+        time.sleep(0.1)
+    return [getattr(r, kind) for r in found if r.WhichOneof("record_type") == kind]
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
