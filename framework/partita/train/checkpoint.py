@@ -122,10 +122,9 @@ class Checkpointer:
         pending, self._error = self._error, None
         self._thread.start()
         if not self.asynchronous:
-            self._join()
+            self.wait()
         if pending is not None:
             raise pending
-        self.poll()
 
     def _run(self, job: Save, taken: Snapshot | Exception) -> None:
         """The background thread: its error is kept for poll and wait."""

@@ -85,6 +85,7 @@ class Save:
     patience: float
     stop: Event = field(default_factory=Event)
     _failure: str = ""
+    _beaten: float = 0.0
 
     @property
     def final(self) -> Path:
@@ -138,9 +139,18 @@ class Save:
         os.replace(new, self._marker("done"))  # rank 0 sees it whole
 
     def _check(self) -> None:
-        """Stop writing where it is of no use any more."""
+        """Between chunks: stop writing where it is of no use any more; rank 0 gives a sign of life."""
         if self.stop.is_set() or self.outcome.exists():
             raise Abandoned
+        self._beat()
+
+    def _beat(self) -> None:
+        """The others see rank 0's life in the folder's time, which changes at least every BEAT seconds."""
+        now = time.monotonic()
+        if self.rank == 0 and now - self._beaten > BEAT:
+            self._beaten = now
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.temporary)
 
     def _marker(self, kind: str, rank: int | None = None) -> Path:
         return self.temporary / f"rank-{self.rank if rank is None else rank:05d}.{kind}"
@@ -232,7 +242,7 @@ class Save:
 
     def _gather(self) -> None:
         """Return when all ranks are done. Raises CheckpointError where one failed or does nothing for `patience` seconds."""
-        state, seen, beat = None, time.monotonic(), 0.0
+        state, seen, looked = None, time.monotonic(), 0.0
         for _ in _ticks():
             if self._failure:
                 raise CheckpointError(self._failure)
@@ -247,12 +257,11 @@ class Save:
             if self.stop.is_set():
                 raise CheckpointError(f"the save was stopped while it waited for ranks {missing[:8]}")
             now = time.monotonic()
-            if now - beat > BEAT:
-                beat, last = now, state
+            self._beat()
+            if now - looked > BEAT:
+                looked, last = now, state
                 state = _sizes(self.temporary)
                 seen = now if state != last else seen
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(self.temporary)
             if now - seen > self.patience:
                 raise CheckpointError(f"ranks {missing[:8]} have written nothing for {now - seen:.0f} s")
 

@@ -21,6 +21,7 @@ from partita.errors import CheckpointError
 
 BLOCK = 256 * 1024  # bytes under one checksum: small beside a shard, so that a part is read with little around it
 CHUNK = 16 * BLOCK  # bytes of one read or write
+FLUSH = 64 * CHUNK  # bytes after which written data is forced to the disk: the last flush stays short, the page cache small
 ALIGN = 64  # bytes; every part begins on a multiple, so that it can be viewed in any dtype
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _SEAL = re.compile(r'\A\{"sha256":"([0-9a-f]{64})",')
@@ -153,6 +154,8 @@ def write_shard(path: Path, data: torch.Tensor, between: Callable[[], None]) -> 
             chunk = view[start : start + CHUNK]
             sums += [f"{zlib.crc32(chunk[i : i + BLOCK]):08x}" for i in range(0, len(chunk), BLOCK)]
             _write_all(handle, chunk, start)
+            if (start + CHUNK) % FLUSH == 0:
+                os.fsync(handle)
         os.fsync(handle)
     finally:
         os.close(handle)
