@@ -56,7 +56,7 @@ def test_export_refuses_what_is_no_run(
     assert call(monkeypatch, "export") == 2
     assert "RUN_FOLDER OUT_FOLDER" in capsys.readouterr().err
     assert call(monkeypatch, "export", str(tmp_path), str(tmp_path / "out")) == 1
-    assert "neither a run's folder" in capsys.readouterr().err
+    assert "holds no complete checkpoint" in capsys.readouterr().err
 
 
 def test_completion_behind_a_command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
