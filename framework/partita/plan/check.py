@@ -77,7 +77,7 @@ def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
     problems = []
     for name in ("master", "optimizer", "gradient"):
         dtype = getattr(plan.precision, name)
-        if dtype not in able["state_dtypes"]:
+        if dtype == "bfloat16" and dtype not in able["state_dtypes"]:  # other names are the precision plug-in's to refuse
             remedy = f"Use {_options(able['state_dtypes'])}."
             problems.append(_missing(f"precision.{name}", f"{dtype} for {name} states", remedy))
     decisions = {plan.activations.default, *(d for _, d in plan.activations.units)}
