@@ -107,9 +107,9 @@ def _kernel(
     COPY: tl.constexpr, SKIP: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
     if SKIP:
-        inside = inside & (tl.load(skip_ptr) == 0)
+        n = tl.where(tl.load(skip_ptr) == 0, n, 0)
+    inside = at < n
     scale = tl.load(scale_ptr)
     p = tl.load(p_ptr + at, mask=inside, other=0.0)
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale

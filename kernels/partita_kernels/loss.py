@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-BLOCK = 8192  # classes at a time of a Triton program
+BLOCK = 4096  # classes at a time of a Triton program
 CHUNK = 1 << 22  # logits at a time in plain torch
 
 
@@ -158,7 +158,7 @@ def triton_backward(
 
 
 def _warps(block: int) -> int:
-    return min(16, max(4, block // 512))
+    return min(16, max(4, block // 256))
 
 
 # ---- CPU

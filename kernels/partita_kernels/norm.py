@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]
 Backward = tuple[Tensor, Tensor, Tensor]
 
-LONGEST_ROW = 32768  # elements that one Triton program holds in registers
+LONGEST_ROW = 16384  # elements that one Triton program holds in registers
 PROGRAMS = 512  # Triton programs of a backward: each sums its own part of the weight's gradient
 PARTS = 64  # the same on a CPU, whatever the number of threads, so that results don't depend on it
 
@@ -117,12 +117,13 @@ def _backward(
     db = tl.zeros([BLOCK], tl.float32)
     for i in range(rounds):
         row = (first + i * tl.num_programs(0)).to(tl.int64)
-        live = inside & (row < rows)
+        live = c < tl.where(row < rows, n, 0)
+        at = tl.minimum(row, rows - 1)  # of the row's statistics
         g = tl.load(dy_ptr + row * dy_stride + c, mask=live, other=0.0).to(tl.float32)
         t = tl.load(t_ptr + row * t_stride + c, mask=live, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + at)
         if CENTER:
-            t = tl.where(live, t - tl.load(mean_ptr + row, mask=row < rows, other=0.0), 0.0)
+            t = tl.where(live, t - tl.load(mean_ptr + at), 0.0)
             db += g
         norm = t * rstd
         dw += g * norm
@@ -138,8 +139,8 @@ def _backward(
 
 
 def _warps(block: int) -> int:
-    """A thread holds at most 32 elements of a row, until a program is as large as programs get."""
-    return min(32, max(4, block // 1024))
+    """A thread holds at most 32 elements of a row."""
+    return min(16, max(4, block // 1024))
 
 
 def triton(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, center: bool) -> Forward:

@@ -65,7 +65,7 @@ def test_a_bad_number_spoils_its_block_only(bad, device):
 
 @LENGTHS
 @DTYPES
-@pytest.mark.parametrize("block", [16, 1024])
+@pytest.mark.parametrize("block", [64, 1024])
 def test_signs(n, dtype, block, device):
     x, error = fresh((n,), dtype, device), fresh((n,), F32, device)
     v = x.float() + error

@@ -1,0 +1,290 @@
+"""Each kernel against the copy bandwidth of this machine and against plain torch, on a CPU or an accelerator.
+
+python scripts/bench/kernels.py [--elements N] [--repeat R] [--threads T] [--only NAME] [--json FILE]
+
+bytes: what an operation has to read and write, once. of copy: its bytes per second over those of a copy of the same size, measured in turn
+with it. eager: time of the same work in plain torch operations (torch.optim's fused update and F.* where there are any) over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+import partita_kernels as kernels
+
+BF16, F32 = torch.bfloat16, torch.float32
+WIDTH = 4096  # of rows
+CLASSES = 32768
+DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+@dataclass
+class Case:
+    """An operation on prepared tensors."""
+
+    name: str
+    bytes: int
+    ours: Callable[[], object]
+    eager: Callable[[], object] | None
+
+
+@dataclass
+class Result:
+    """Medians of interleaved runs, in seconds."""
+
+    name: str
+    bytes: int
+    ours: float
+    eager: float | None
+    copy: float  # of `bytes` bytes, half read and half written
+
+    @property
+    def of_copy(self) -> float:
+        """Share of the copy's bandwidth."""
+        return self.copy / self.ours
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Random numbers on the device."""
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def adamw_case(n: int) -> Case:
+    """bfloat16 gradients and copies, float32 weights and moments."""
+    p, m, v, g, c = randn(n, dtype=F32), randn(n, dtype=F32), randn(n, dtype=F32).abs(), randn(n), randn(n)
+    scale = torch.full((), 0.5, device=DEVICE)
+    hyper: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def ours() -> None:
+        kernels.adamw_([p], [g], [m], [v], copies=[c], step=10, scale=scale, **hyper)
+
+    def eager() -> None:
+        wide = g.float().mul_(scale)
+        step = torch.full((), 10.0, device=DEVICE)
+        torch._fused_adamw_([p], [wide], [m], [v], [], [step], amsgrad=False, maximize=False, **hyper)
+        c.copy_(p)
+
+    return Case("adamw, bf16 gradient and copy", 28 * n, ours, eager)
+
+
+def adamw_wide_case(n: int) -> Case:
+    """Float32 throughout."""
+    p, m, v, g = randn(n, dtype=F32), randn(n, dtype=F32), randn(n, dtype=F32).abs(), randn(n, dtype=F32)
+    scale = torch.ones((), device=DEVICE)
+    hyper: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([p.requires_grad_()], lr=1e-4, fused=True)
+    flat = p.detach()
+    p.grad = g
+    return Case(
+        "adamw, float32",
+        28 * n,
+        lambda: kernels.adamw_([flat], [g], [m], [v], copies=[None], step=10, scale=scale, **hyper),
+        optimizer.step,
+    )
+
+
+def norm_cases(n: int) -> list[Case]:
+    """Forward and backward of the RMSNorm with residual."""
+    x, r, w = randn(n // WIDTH, WIDTH), randn(n // WIDTH, WIDTH), randn(WIDTH)
+    leaves = [t.clone().requires_grad_() for t in (x, r, w)]
+    dy = randn(n // WIDTH, WIDTH)
+
+    def both(rms: Callable[..., torch.Tensor], add: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], object]:
+        def run() -> object:
+            y, total = add(*leaves)
+            return torch.autograd.grad([y, total], leaves, [dy, dy])
+
+        return run
+
+    def eager(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + r
+        return F.rms_norm(total, (WIDTH,), w, 1e-6), total
+
+    return [
+        Case("rms_norm", 4 * n, lambda: kernels.rms_norm(x, w), lambda: F.rms_norm(x, (WIDTH,), w, 1e-6)),
+        Case("add_rms_norm, forward and backward", 16 * n, both(kernels.rms_norm, kernels.add_rms_norm), both(F.rms_norm, eager)),
+        Case("layer_norm", 4 * n, lambda: kernels.layer_norm(x, w, w), lambda: F.layer_norm(x, (WIDTH,), w, w)),
+    ]
+
+
+def glu_cases(n: int) -> list[Case]:
+    """SwiGLU forward, and forward with backward."""
+    g, u = (randn(n // WIDTH, WIDTH).requires_grad_() for _ in range(2))
+    dy = randn(n // WIDTH, WIDTH)
+
+    def ours() -> object:
+        return torch.autograd.grad(kernels.swiglu(g, u), [g, u], dy)
+
+    def eager() -> object:
+        return torch.autograd.grad(F.silu(g) * u, [g, u], dy)
+
+    a, b = g.detach(), u.detach()
+    return [
+        Case("swiglu", 6 * n, lambda: kernels.swiglu(a, b), lambda: F.silu(a) * b),
+        Case("swiglu, forward and backward", 16 * n, ours, eager),
+    ]
+
+
+def rope_case(n: int) -> Case:
+    """Heads of 128."""
+    x = randn(1, max(1, n // WIDTH), 32, 128).transpose(1, 2)
+    cos, sin = kernels.rope_angles(torch.arange(x.shape[2], device=DEVICE), 128)
+    c, s = cos.to(BF16), sin.to(BF16)
+
+    def eager() -> torch.Tensor:
+        a, z = x.chunk(2, -1)
+        return torch.cat([a * c - z * s, z * c + a * s], -1)
+
+    return Case("rope", 4 * x.numel(), lambda: kernels.rope(x, cos, sin), eager)
+
+
+def loss_case(n: int) -> Case:
+    """Cross entropy with its gradient."""
+    x = randn(max(2, n // CLASSES), CLASSES).requires_grad_()
+    y = torch.randint(CLASSES, (x.shape[0],), device=DEVICE)
+
+    def ours() -> object:
+        return torch.autograd.grad(kernels.cross_entropy(x, y)[0], x)
+
+    def eager() -> object:
+        return torch.autograd.grad(F.cross_entropy(x.float(), y, reduction="sum"), x)
+
+    return Case("cross_entropy, forward and backward", 6 * x.numel(), ours, eager)
+
+
+def wire_cases(n: int) -> list[Case]:
+    """int8 and one-bit formats."""
+    x, e = randn(n), randn(n, dtype=F32)
+    q, scales = kernels.quantize_int8(x)
+    bits, sizes = kernels.pack_signs(x, e)
+    out = torch.empty_like(x)
+
+    def quantize() -> object:
+        v = x.view(-1, 256)
+        s = v.abs().amax(1, keepdim=True).float() / 127
+        return (v / s).round().to(torch.int8), s
+
+    return [
+        Case("quantize int8", 3 * n, lambda: kernels.quantize_int8(x), quantize if n % 256 == 0 else None),
+        Case(
+            "dequantize int8",
+            3 * n,
+            lambda: kernels.dequantize_int8(q, scales, out),
+            lambda: (q.view(-1, 256) * scales[:, None]).to(BF16),
+        ),
+        Case("pack signs with error feedback", 10 * n, lambda: kernels.pack_signs(x, e), None),
+        Case("unpack signs", 2 * n, lambda: kernels.unpack_signs(bits, sizes, out), None),
+    ]
+
+
+def squares_cases(n: int) -> list[Case]:
+    """Of gradients in both formats."""
+    wide, low = randn(n, dtype=F32), randn(n)
+    return [
+        Case("squared_norm, float32", 4 * n, lambda: kernels.squared_norm([wide]), lambda: torch.linalg.vector_norm(wide)),
+        Case("squared_norm, bf16", 2 * n, lambda: kernels.squared_norm([low]), lambda: torch.linalg.vector_norm(low, dtype=F32)),
+    ]
+
+
+GROUPS: list[Callable[[int], Case | list[Case]]] = [
+    adamw_case, adamw_wide_case, squares_cases, norm_cases, glu_cases, rope_case, loss_case, wire_cases,
+]  # fmt: skip
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Of one call, the device's work included."""
+    synchronize()
+    start = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def measure(case: Case, repeat: int) -> Result:
+    """Ours, plain torch and a copy in turn, so that a busy machine slows all alike."""
+    source = torch.empty(case.bytes // 2, dtype=torch.uint8, device=DEVICE).fill_(1)
+    target = torch.empty_like(source)
+    runs = {"ours": case.ours, "copy": lambda: target.copy_(source)}
+    if case.eager is not None:
+        runs["eager"] = case.eager
+    for run in runs.values():  # compile, page in
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeat):
+        for name, run in runs.items():
+            times[name].append(seconds(run))
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    return Result(case.name, case.bytes, middle["ours"], middle.get("eager"), middle["copy"])
+
+
+def linear_loss_row(rows: int, repeat: int) -> list[str]:
+    """Fused linear and cross entropy at vocabulary 50k: time, and the memory beside inputs and gradients."""
+    x, w = randn(rows, 768, dtype=F32).requires_grad_(), (randn(50304, 768, dtype=F32) / 30).requires_grad_()
+    y = torch.randint(50304, (rows,), device=DEVICE)
+
+    def ours() -> object:
+        return torch.autograd.grad(kernels.linear_cross_entropy(x, w, y)[0], [x, w])
+
+    def eager() -> object:
+        return torch.autograd.grad(F.cross_entropy(F.linear(x, w), y, reduction="sum"), [x, w])
+
+    for run in (ours, eager):
+        run()
+    times = [(seconds(ours), seconds(eager)) for _ in range(repeat)]
+    mine, theirs = (statistics.median(t[i] for t in times) for i in (0, 1))
+    return [f"linear + cross entropy, {rows} rows, V 50304", "", f"{mine * 1e3:.2f}", "", "", f"{theirs / mine:.2f}"]
+
+
+def table(results: list[Result], extra: list[list[str]]) -> Table:
+    """For people."""
+    shown = Table("operation", "MB", "ms", "GB/s", "of copy", "eager / ours", title=f"kernels on {DEVICE.type}, bfloat16")
+    for r in results:
+        eager = "" if r.eager is None else f"{r.eager / r.ours:.2f}"
+        rate = f"{r.bytes / r.ours / 1e9:.1f}"
+        shown.add_row(r.name, f"{r.bytes / 1e6:.0f}", f"{r.ours * 1e3:.2f}", rate, f"{r.of_copy:.2f}", eager)
+    for row in extra:
+        shown.add_row(*row)
+    return shown
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=1 << (22 if DEVICE.type == "cpu" else 27), help="elements of the tensors")
+    parser.add_argument("--repeat", type=int, default=5 if DEVICE.type == "cpu" else 20)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
+    parser.add_argument("--only", default="", help="operations whose name has this in it")
+    parser.add_argument("--json", type=Path, help="write the results there too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = []
+    for group in GROUPS:
+        made = group(options.elements)
+        cases = [c for c in (made if isinstance(made, list) else [made]) if options.only in c.name]
+        results += [measure(case, options.repeat) for case in cases]
+    rows = 512 if DEVICE.type == "cpu" else 8192
+    extra = [linear_loss_row(rows, max(1, options.repeat // 2))] if options.only in "linear + cross entropy" else []
+    Console(width=110).print(table(results, extra))
+    if options.json:
+        options.json.write_text(json.dumps([{**asdict(r), "of_copy": r.of_copy} for r in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()

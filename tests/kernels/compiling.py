@@ -1,0 +1,206 @@
+"""Compiles the real launchers for GPUs that aren't here, and reads what each kernel takes: a stub stands in for Triton's driver.
+
+python tests/kernels/compiling.py      # prints the table of docs/kernels.md (needs PYTHONPATH=kernels where partita isn't installed)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from partita_kernels import adamw, glu, loss, norm, quantize, rotary, sgd, signs, squares
+from partita_kernels.flat import batches
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+# Bytes of shared memory that a block may have: NVIDIA's tuning guides (163 KiB, 227 KiB), AMD's CDNA3 ISA guide (64 KiB).
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a compiled kernel takes: registers of a thread, bytes of spilled registers, bytes of shared memory, warps."""
+
+    kernel: str
+    target: str
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+
+    def problems(self) -> list[str]:
+        """What would keep it from running at full speed, or at all."""
+        found = []
+        if self.spilled:
+            found.append(f"spills {self.spilled} bytes")
+        if self.shared > SHARED_LIMIT[self.target]:
+            found.append(f"{self.shared} bytes of shared memory, there are {SHARED_LIMIT[self.target]}")
+        if not self.target.startswith("gfx") and self.registers * 32 * self.warps > 65536:
+            found.append(f"{self.warps} warps with {self.registers} registers don't fit")
+        return [f"{self.kernel} on {self.target}: {text}" for text in found]
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> Any:
+        return self.target.arch  # keeps kernels for different targets apart in Triton's cache
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+@contextmanager
+def compile_only(target: GPUTarget, compiled: list[tuple[str, Any]]) -> Iterator[None]:
+    """Inside, launching a kernel compiles it for `target` and does no more; what was compiled is appended."""
+    run, active = JITFunction.run, driver._active
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **more)
+        compiled.append((self.fn.__name__, kernel))
+        return kernel
+
+    driver.set_active(_Driver(target))
+    JITFunction.run = warm
+    try:
+        yield
+    finally:
+        JITFunction.run, driver._active = run, active
+
+
+def measure(name: str, target: str, kernel: Any) -> Use:
+    """Read registers, spills and shared memory off the binary."""
+    if target.startswith("gfx"):
+        text = kernel.asm["amdgcn"]
+        fields = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s+(\d+)", text)}
+        registers, spilled = fields["vgpr_count"], 4 * (fields["vgpr_spill_count"] + fields["sgpr_spill_count"])
+    else:
+        registers, spilled = _cubin(kernel.asm["cubin"])
+    return Use(name, target, registers, spilled, kernel.metadata.shared, kernel.metadata.num_warps)
+
+
+def _cubin(binary: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack: kernels of ours have none but for spills."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    fields = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return fields["REG"], fields["STACK"] + fields["LOCAL"]
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _flat(states: int) -> list[Any]:
+    wide = [[empty(1 << 20, dtype=F32)] for _ in range(states + 1)]
+    return batches(wide[0], [empty(1 << 20)], wide[1:], [empty(1 << 20)])
+
+
+def _norm(width: int) -> None:
+    x, w = empty(64, width), empty(width)
+    y, total, mean, rstd = norm.triton(x, x, w, None, 1e-5, False)
+    norm.triton_backward(y, total, w, mean, rstd, False)
+
+
+def _layer_norm() -> None:
+    x, w = empty(64, 4096), empty(4096)
+    y, _, mean, rstd = norm.triton(x, None, w, w, 1e-5, True)
+    norm.triton_backward(y, x, w, mean, rstd, True)
+
+
+def _glu(kind: int) -> None:
+    x = empty(64, 4096)
+    glu.triton(x, x, kind)
+    glu.triton_backward(x, x, x, kind)
+
+
+def _loss() -> None:
+    x, y = empty(64, 50304), empty(64, dtype=torch.int64)
+    options = loss.Options(label_smoothing=0.1, z_loss=1e-4)
+    losses, lse = loss.triton(x, y, options)
+    loss.triton_backward(losses, x, y, lse, options, x)
+
+
+def _int8() -> None:
+    q, scales = empty(1 << 20, dtype=torch.int8), empty(1 << 12, dtype=F32)
+    quantize.triton(empty(1 << 20), q, scales, 256)
+    quantize.triton_back(q, scales, empty(1 << 20), 256, True)
+
+
+def _signs() -> None:
+    bits, scales = empty(1 << 17, dtype=torch.uint8), empty(1 << 10, dtype=F32)
+    signs.triton(empty(1 << 20), empty(1 << 20, dtype=F32), bits, scales, 1024)
+    signs.triton_back(bits, scales, empty(1 << 20), 1024, True)
+
+
+def _rope() -> None:
+    angle = empty(128, 64, dtype=F32)
+    rotary.triton(empty(2, 32, 128, 128), angle, angle, False)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: adamw.triton(_flat(2), adamw.Hyper(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, True), empty(dtype=F32), empty(dtype=F32)),
+    "sgd": lambda: sgd.triton(_flat(1), sgd.Hyper(1e-3, 0.9, True, 0.1), empty(dtype=F32), None),
+    "squared_norm": lambda: squares.triton([empty(1 << 24)]),
+    "add_rms_norm, 4096 wide": lambda: _norm(4096),
+    "add_rms_norm, 16384 wide": lambda: _norm(16384),
+    "layer_norm, 4096 wide": _layer_norm,
+    "swiglu": lambda: _glu(0),
+    "geglu, exact": lambda: _glu(2),
+    "rope, 128 wide": _rope,
+    "cross_entropy, 50304 classes": _loss,
+    "int8 blocks of 256": _int8,
+    "sign blocks of 1024": _signs,
+}
+
+
+def compile_case(case: str, target: str) -> list[Use]:
+    """All kernels that a launcher of CASES starts, compiled for a target of TARGETS."""
+    compiled: list[tuple[str, Any]] = []
+    with compile_only(TARGETS[target], compiled):
+        CASES[case]()
+    return [measure(f"{case}: {name.strip('_')}", target, kernel) for name, kernel in compiled]
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"| kernel (bfloat16) | warps | {' | '.join(TARGETS)} |\n|---|---|{'---|' * len(TARGETS)}")
+    for case in CASES:
+        by_target = [compile_case(case, target) for target in TARGETS]
+        for uses in zip(*by_target, strict=True):
+            cells = [f"{u.registers} / {u.shared}" + (f", {u.spilled} spilled" if u.spilled else "") for u in uses]
+            print(f"| {uses[0].kernel} | {uses[0].warps} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    main()
