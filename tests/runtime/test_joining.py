@@ -1,0 +1,138 @@
+"""Ranks that torchrun or Slurm started: we join, and never spawn as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from programs import TOYS, Program, environment
+
+from partita.errors import ConfigError
+from partita.runtime.joining import adopt, check_joined, hosts, joined
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def torchrun(folder: Path, ranks: int, *arguments: str) -> Program:
+    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return Program([*head, str(TOYS), arguments[0], str(folder), *arguments[1:]], folder)
+
+
+def test_torchrun_starts_the_ranks_and_we_join(tmp_path: Path) -> None:
+    program = torchrun(tmp_path / "run", 2, "loop", "steps=3")
+    try:
+        assert program.status(60) == 0
+        assert json.loads(program.out.splitlines()[-1])["world"] == 2
+        assert program.out.count("hello from rank") == 1  # rank 1 has a file
+        for rank in (0, 1):
+            log = (program.folder / "log" / f"rank{rank}.log").read_text()
+            assert "started by torchrun" in log and f"hello from rank {rank}" in log
+    finally:
+        program.end()
+
+
+def test_a_failure_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    program = torchrun(tmp_path / "run", 2, "loop", "how=raise", "rank=1")
+    try:
+        assert program.status(60) == 1
+        ours = [line for line in (program.out + program.err).splitlines() if line.startswith("RankFailure")]
+        assert ours == ["RankFailure: rank 1 of 2 failed at step 5 (train): ValueError: the numbers are odd"]
+        assert program.alive() == []
+    finally:
+        program.end()
+
+
+def test_slurm_starts_the_ranks_and_we_join(tmp_path: Path) -> None:
+    """What srun sets, without srun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "77"}
+    tasks = []
+    for task in ("0", "1"):
+        env = environment(SLURM_PROCID=task, SLURM_LOCALID=task, MASTER_PORT=str(port), **step)
+        command = [sys.executable, str(TOYS), "loop", str(tmp_path), "steps=3", "ranks=2"]
+        tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        answers = [task.communicate(timeout=60) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0, 0], answers
+    assert json.loads(answers[0][0].splitlines()[-1])["world"] == 2
+    assert "started by slurm" in (tmp_path / "log" / "rank1.log").read_text()
+    assert not [p for p in psutil.Process().children() if p.pid in {t.pid for t in tasks} and p.status() != psutil.STATUS_ZOMBIE]
+
+
+CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.mark.parametrize(
+    ("environ", "who"),
+    [
+        ({}, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "environment"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}, "torchrun"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script without srun
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # srun of one task: we start the ranks
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}, "slurm"),
+    ],
+)
+def test_who_started_us(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], who: str | None) -> None:
+    for name in [n for n in os.environ if n in CLEAN or n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert joined() == who
+
+
+def test_slurm_variables_become_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n in CLEAN or n.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    wanted = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07"}
+    slurm = {"PROCID": "5", "LOCALID": "1", "STEP_NUM_TASKS": "8", "STEP_NODELIST": "gpu[07,9]", "JOB_ID": "12", "STEP_ID": "3"}
+    environ: dict[str, str] = {f"SLURM_{name}": value for name, value in slurm.items()}
+    monkeypatch.setattr(os, "environ", environ)
+    adopt()
+    assert {name: environ[name] for name in wanted} == wanted
+    assert 20000 <= int(environ["MASTER_PORT"]) < 32000
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("localhost", ["localhost"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("gpu[08-10,3]", ["gpu08", "gpu09", "gpu10", "gpu3"]),
+        ("a[1-2]-ib,b", ["a1-ib", "a2-ib", "b"]),
+        ("r[1-2]n[3-4]", ["r1n3", "r1n4", "r2n3", "r2n4"]),
+    ],
+)
+def test_host_lists(text: str, names: list[str]) -> None:
+    assert hosts(text) == names
+
+
+@pytest.mark.parametrize(
+    ("world", "multirun", "words"),
+    [("4", False, "started 4 processes, and the plan is for 2 ranks"), ("2", True, "-m (multirun) can't run under torchrun")],
+)
+def test_what_can_not_be_joined_is_refused(monkeypatch: pytest.MonkeyPatch, world: str, multirun: bool, words: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ConfigError) as refused:
+        check_joined("torchrun", 2, multirun)
+    assert words in str(refused.value) and "->" in str(refused.value)
+
+
+def test_a_plan_for_other_ranks_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    program = torchrun(tmp_path / "run", 2, "loop", "steps=3", "ranks=4")
+    try:
+        assert program.status(60) != 0
+        assert "torchrun started 2 processes, and the plan is for 4 ranks" in program.err
+    finally:
+        program.end()
