@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from engine_runs import BF16, make_plan
 from torch import nn
 
 from partita.config.schema import OptimizerConfig, OptimizerGroup
-from partita.plan.plan import LossScale, Precision
+from partita.plan.plan import Collectives, LossScale, Precision, Wire
+from partita.runtime.collectives import NativeCollectives
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
 from partita.state.optimizers import make_adamw, make_sgd
@@ -277,3 +279,17 @@ def memory(rank: int, world: int, placement: str, precision: str) -> tuple[dict[
     for unit in engine.units:
         unit.free()
     return engine.layout.bytes(), engine.allocated()
+
+
+def narrow_wire(rank: int, world: int, placement: str, native: bool) -> float:
+    """Gradient of one scalar whose parts bfloat16 can't hold, under `collectives.gradient_reduce.format`; sums are float32."""
+    plan = make_plan(world, placement)
+    plan = replace(plan, collectives=Collectives(gradient_reduce=Wire(format="bfloat16")))
+    made = NativeCollectives() if native else None
+    config = sgd()
+    engine = StateEngine(Scalars(w=0.0), plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_sgd(config), made)
+    engine.materialize()
+    engine.begin_step()
+    engine.backward(engine.model(1.001 if rank == 0 else 256.0), last=True)
+    engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
+    return float(engine.full_tensor("w", "gradient"))

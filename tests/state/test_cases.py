@@ -137,3 +137,11 @@ def test_parameters_without_elements_or_dimensions(placement: str, world: int) -
 def test_states_take_the_bytes_that_the_layout_says(placement: str, precision: str) -> None:
     for planned, allocated in ranks(4, cases.memory, placement, precision):
         assert allocated == planned
+
+
+@every_placement
+@pytest.mark.parametrize("native", [False, True])
+def test_gradients_travel_in_the_format_of_the_plan(placement: str, native: bool) -> None:
+    """1.001 becomes 1 on a bfloat16 wire. The sum 257 needs float32 (bfloat16 has 256 and 258); only a shared sum is rounded again."""
+    expected = 256.0 if placement == "replicated" else 257.0
+    assert ranks(2, cases.narrow_wire, placement, native) == [expected, expected]

@@ -5,6 +5,7 @@ Layers don't initialise themselves: `init_parameter` writes their weights, and d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.approximate))
 
 
-class ReferenceModel(nn.Module):
+class ReferenceModel(nn.Module, ABC):
     """What the reference models share. Subclasses own `blocks`, a ModuleList, and set `partita_loss`."""
 
     partita_loss: str
@@ -100,9 +101,9 @@ class ReferenceModel(nn.Module):
         s = self.sizes
         return 6.0 * self.matrix_weights() + 12.0 * s.layers * s.width * sequence
 
+    @abstractmethod
     def matrix_weights(self) -> int:
         """Weights of all matrix products, from sizes alone: the modules may hold a share of them only."""
-        raise NotImplementedError
 
     def places(self, input_ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Positions of the tokens, int64 [B, T] or [T]. Raises PartitaError where the sequence is longer than the context."""

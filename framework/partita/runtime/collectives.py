@@ -90,27 +90,21 @@ class GlooCollectives:
         return Then([dist.broadcast(parts[i], r, group=group.process_group, async_op=True) for i, r in enumerate(group.ranks)])
 
 
-class NativeCollectives:
-    """For backends whose own algorithms are good (NCCL, RCCL, XCCL)."""
+class NativeCollectives(GlooCollectives):
+    """For backends whose own algorithms are good (NCCL, RCCL, XCCL).
+
+    They sum in the dtype of the message: a message narrower than the sum is exchanged and summed here, as on gloo.
+    """
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
-        """See `Collectives`. Sums in the dtype of `source`."""
-        if group.size == 1:
-            _sum_into(output, source.view(1, -1), accumulate)
-            return Done()
+        """See `Collectives`."""
+        if group.size == 1 or source.dtype.itemsize < output.dtype.itemsize:
+            return super().reduce_scatter(output, source, group, accumulate=accumulate)
         if not accumulate and output.dtype == source.dtype:
             return dist.reduce_scatter_tensor(output, source, group=group.process_group, async_op=True)
         part = source.new_empty(output.numel())
         work = dist.reduce_scatter_tensor(part, source, group=group.process_group, async_op=True)
         return Then([work], lambda: _sum_into(output, part.view(1, -1), accumulate))
-
-    def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
-        """See `Collectives`."""
-        if group.size == 1:
-            return Done()
-        if wire is not None and wire.itemsize < buffer.dtype.itemsize:
-            return _narrow_all_reduce(self, buffer, group, wire)
-        return dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
         """See `Collectives`."""

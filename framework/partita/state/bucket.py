@@ -51,10 +51,6 @@ class BufferPool:
         """Hand a buffer back."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
-    def bytes(self) -> int:
-        """Bytes that wait for their next use."""
-        return sum(n * d.itemsize * len(free) for (n, d), free in self._free.items())
-
 
 class Bucket:
     """Flat buffers of one `BucketLayout` on this rank."""

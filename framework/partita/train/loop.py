@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partita.errors import PartitaError, RunInterrupted
+from partita.errors import CheckpointError, PartitaError, RunInterrupted
 from partita.models.noise import Noise
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
@@ -44,7 +44,6 @@ class Control:
         self._values = torch.tensor([counted, run.stop.local()], dtype=torch.int64, device=run.mesh.device)
         group = run.mesh.group(("pipeline", "replicate", "shard", "context", "tensor"))
         self._work = dist.all_reduce(self._values, group=group.process_group, async_op=True) if group.size > 1 else None
-        self._world = group.size
 
     def wait(self) -> tuple[int, int]:
         """(tokens of the whole update, signal number to stop for or 0)."""
@@ -78,8 +77,7 @@ def train(run: Run) -> dict[str, Any]:
             if signal:
                 _stop(run, signal, saved != step)
             if config.save_every and step % config.save_every == 0:
-                _save(run, score)
-                saved = step
+                saved = step if _save(run, score) else saved
             _poll(run)
         summary |= _finish(run, progress, metrics, saved)
     return summary
@@ -177,9 +175,9 @@ def evaluate(run: Run, progress: Progress) -> dict[str, Any]:
     return metrics
 
 
-def _save(run: Run, score: float | None) -> None:
-    """Save; on failure stop or go on, as `train.on_save_error` says."""
-    _tolerate(run, lambda: save(run, score))
+def _save(run: Run, score: float | None) -> bool:
+    """Save; on failure stop or go on (False), as `train.on_save_error` says."""
+    return _tolerate(run, lambda: save(run, score))
 
 
 def _poll(run: Run) -> None:
@@ -187,15 +185,15 @@ def _poll(run: Run) -> None:
     _tolerate(run, run.checkpoints.poll)
 
 
-def _tolerate(run: Run, action: Any) -> None:
-    from partita.errors import CheckpointError
-
+def _tolerate(run: Run, action: Any) -> bool:
     try:
         action()
     except CheckpointError as error:
         if run.config.train.on_save_error != "warn":
             raise
         log.warning("checkpoint failed, training goes on: %s", error)
+        return False
+    return True
 
 
 def _stop(run: Run, signum: int, needed: bool) -> None:
