@@ -31,7 +31,8 @@ def test_shards_cover_every_parameter_once(given_shapes: list[tuple[int, ...]], 
     index = {p.name: g for p, g in zip(parameters, groups)}
     (bucket,) = build_buckets(parameters, index, shards)
     assert bucket.shard % ALIGN == 0
-    assert bucket.padded - bucket.numel < ALIGN * shards or bucket.numel == 0
+    assert bucket.padded - bucket.numel < ALIGN * (shards + 2) or bucket.numel == 0
+    assert sum(hi - lo for lo, hi in bucket.gaps()) == bucket.padded - bucket.numel
     for p in parameters:
         parts = sorted((lo, hi) for i in range(shards) for s, lo, hi in bucket.owned(i) if s.name == p.name)
         ends = [0, *(hi for _, hi in parts)]
@@ -46,6 +47,7 @@ def test_runs_are_few_and_cover_what_is_owned(given_shapes: list[tuple[int, ...]
     for i in range(shards):
         runs = bucket.runs(i)
         assert sum(hi - lo for _, lo, hi in runs) == sum(hi - lo for _, lo, hi in bucket.owned(i))
+        assert all(lo % ALIGN == 0 for _, lo, _ in runs)
         assert len(runs) <= 3  # parameters stand by group: one run for each group
 
 

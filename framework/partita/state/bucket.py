@@ -17,6 +17,7 @@ from partita.plan.plan import Placement
 from partita.runtime.collectives import Collectives, Work
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout, StateLayout, dtype_of
+from partita_kernels import squared_norm
 
 
 class Weights(Enum):
@@ -88,6 +89,7 @@ class Bucket:
         self.reduced = self._make_reduced(n, device)
         self._reducing: Work | None = None
         self._filled = [False] * len(layout.segments)
+        self._gaps = layout.gaps()
         self._accumulated = False  # `reduced` holds the sum of earlier micro-batches of this step
         self.parameters: list[nn.Parameter | None] = [None] * len(layout.segments)
 
@@ -178,7 +180,8 @@ class Bucket:
         for filled, s in zip(self._filled, self.layout.segments, strict=True):
             if not filled:
                 buffer[s.offset : s.offset + s.numel] = 0
-        buffer[self.layout.numel :] = 0
+        for lo, hi in self._gaps:
+            buffer[lo:hi] = 0
         self._filled = [False] * len(self._filled)
         assert self.reduced is not None
         if self._groups.shard.size > 1:
@@ -204,6 +207,11 @@ class Bucket:
         """Start the sum over the ranks that hold the same shard; once, after the last micro-batch."""
         assert self.reduced is not None
         return self._collectives.all_reduce(self.reduced, self._groups.replicas, self._wire)
+
+    def square(self) -> torch.Tensor:
+        """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left."""
+        assert self.reduced is not None
+        return squared_norm([self.reduced])
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""

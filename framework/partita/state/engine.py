@@ -31,7 +31,6 @@ from partita.state.optimizers import Rule, Update
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
 from partita.state.units import ROOT, Binding, bind_parameters, find_units
-from partita_kernels import squared_norm
 
 Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 
@@ -299,7 +298,8 @@ class StateEngine:
         if self.groups.shard.size > 1 and self.groups.replicas.size > 1:
             for work in [b.reduce_replicas() for b in trainable]:
                 work.wait()
-        square = squared_norm([b.reduced for b in trainable if b.reduced is not None]).to(extra.dtype)
+        squares = [b.square() for b in trainable]
+        square = torch.stack(squares).sum().to(extra.dtype) if squares else torch.zeros_like(extra[0])
         # Ranks outside the shard group hold copies: count each element once.
         packed = torch.cat([(square / self.groups.replicas.size).reshape(1), extra.to(square.device)])
         self._collectives.all_reduce(packed, self._everyone).wait()

@@ -2,6 +2,8 @@
 
 A *bucket* holds the parameters of one unit that share dtype and trainability, one after the other, padded so that every rank of the
 optimizer's shard group owns the same number of elements. Optimizer shard `i` of a bucket is elements [i * shard, (i + 1) * shard).
+Parameters of another hyper-parameter group begin at a multiple of ALIGN: with that every range that an update works on does, in every
+sharding, and vectors and their scalar rests fall on the same elements, so results don't depend on where a buffer was cut.
 """
 
 from __future__ import annotations
@@ -63,6 +65,15 @@ class BucketLayout:
         """Elements of the parameters."""
         return sum(s.numel for s in self.segments)
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of the whole buffer that belong to no parameter: between hyper-parameter groups, and the tail."""
+        out, end = [], 0
+        for s in self.segments:
+            if s.offset > end:
+                out.append((end, s.offset))
+            end = s.offset + s.numel
+        return [*out, (end, self.padded)] if end < self.padded else out
+
     def owned(self, index: int) -> list[tuple[Segment, int, int]]:
         """The parts of parameters in shard `index`: (segment, lo, hi), in elements of the parameter."""
         start, stop = index * self.shard, (index + 1) * self.shard
@@ -122,8 +133,11 @@ def build_buckets(parameters: Sequence[ParameterLike], groups: Mapping[str, int]
         keyed.setdefault((p.unit, p.trainable), []).append(p)
     buckets = []
     for (unit, trainable), members in keyed.items():
-        segments, offset = [], 0
+        segments: list[Segment] = []
+        offset = 0
         for p in sorted(members, key=lambda p: groups.get(p.name, 0)):
+            if segments and segments[-1].group != groups.get(p.name, 0):
+                offset = math.ceil(offset / ALIGN) * ALIGN
             segments.append(Segment(p.name, tuple(p.shape), offset, groups.get(p.name, 0)))
             offset += math.prod(p.shape)
         shard = math.ceil(max(offset, 1) / (shards * ALIGN)) * ALIGN
