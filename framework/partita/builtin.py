@@ -35,6 +35,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
     "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd")},
+    "executor": {"none": "partita.train.step:PlainExecutor"},
     "collective": {"default": "partita.runtime.collectives:make_collectives"},
 }
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.plan.plan import GRADIENT_AXES, Plan
+from partita.plan.plan import AXES, GRADIENT_AXES, Plan
 from partita.runtime.collectives import Collectives, make_collectives
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
@@ -87,7 +87,7 @@ class StateEngine:
         self._prefetch = prefetch
         cut = plan.placement.optimizer
         self.groups = Groups(mesh.group(cut), mesh.group(tuple(a for a in GRADIENT_AXES if a not in cut)))
-        self._everyone = mesh.group(GRADIENT_AXES)
+        self._everyone = mesh.group(AXES)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
         self._in_backward = self._last = False

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from partita.errors import CheckpointError, PartitaError, RunInterrupted
-from partita.models.noise import Noise
+from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
 from partita.train.progress import Progress
 from partita.train.run import Run, save
 
 log = logging.getLogger("partita")
+MODEL_AXES = ("pipeline", "context", "tensor")  # along which one model and sample are shared
 
 
 class StepClock:
@@ -40,10 +41,14 @@ class Control:
     """
 
     def __init__(self, run: Run, batches: list[dict[str, torch.Tensor]]) -> None:
-        counted = sum(int((b["labels"] != -100).sum()) for b in batches)
+        counted = sum(int((b["labels"] != -100).sum()) for b in batches) if run.step_context.counts else 0
         self._values = torch.tensor([counted, run.stop.local()], dtype=torch.int64, device=run.mesh.device)
-        group = run.mesh.group(("pipeline", "replicate", "shard", "context", "tensor"))
+        group = run.mesh.group(AXES)
         self._work = dist.all_reduce(self._values, group=group.process_group, async_op=True) if group.size > 1 else None
+
+    def tokens(self) -> int:
+        """Counted tokens of the whole update."""
+        return self.wait()[0]
 
     def wait(self) -> tuple[int, int]:
         """(tokens of the whole update, signal number to stop for or 0)."""
@@ -90,14 +95,8 @@ def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], cloc
     run.notify("partita_step_start", step=step)
     engine.begin_step()
     control = Control(run, batches)
-    total, signal = 0, 0
-    local = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
-    for i, batch in enumerate(batches):
-        loss_sum, _ = forward(run, step, batch)
-        if i == 0:
-            total, signal = control.wait()
-        engine.backward(loss_sum / max(total, 1), last=i == len(batches) - 1)
-        local += loss_sum.detach()
+    local = run.executor.train(step, batches, control.tokens)
+    total, signal = control.wait()
     norm, (loss,) = engine.finish_gradients(local.reshape(1).to(torch.float64))
     run.notify("partita_gradients_ready", step=step)
     loss /= max(total, 1)
@@ -106,16 +105,6 @@ def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], cloc
     if not applied and not engine.scaler.skips:
         _nonfinite(run, step, loss, norm)
     return _metrics(run, step, loss, norm, lr, total, clock.lap()), signal
-
-
-def forward(run: Run, step: int, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of one micro-batch: (sum over its counted tokens in float32, their number)."""
-    batch = {k: v.to(run.mesh.device, non_blocking=True) for k, v in batch.items()}
-    noise = Noise(run.config.seed, step, batch["sample"]) if run.model.training and run.config.model.dropout > 0 else None
-    logits = run.model(batch["input_ids"], positions=batch.get("positions"), documents=batch.get("documents"), noise=noise)
-    config = run.config.train
-    smoothing, z_loss = (config.label_smoothing, config.z_loss) if run.model.training else (0.0, 0.0)
-    return run.loss(logits, batch["labels"], label_smoothing=smoothing, z_loss=z_loss)
 
 
 def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: int, seconds: float) -> dict[str, Any]:
@@ -148,20 +137,16 @@ def _nonfinite(run: Run, step: int, loss: float, norm: float) -> None:
         log.warning("%s (skipped so far: %d)", what, run.engine.scaler.skipped)
 
 
-@torch.no_grad()
 def evaluate(run: Run, progress: Progress) -> dict[str, Any]:
     """Mean loss over the validation set, each sample once whatever the number of ranks. Collective."""
     phase.set(step=run.step, phase="evaluate")
     started = time.perf_counter()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     run.model.eval()
     try:
-        for batch in run.data.evaluation(run.config.train.eval_batches):
-            loss_sum, count = forward(run, run.step, batch)
-            sums += torch.stack([loss_sum.double(), count.double()])
+        sums = run.executor.evaluate(run.step, run.data.evaluation(run.config.train.eval_batches))
     finally:
         run.model.train()
-    group = run.mesh.group(("replicate", "shard", "context"))
+    group = run.mesh.group(AXES)
     if group.size > 1:
         dist.all_reduce(sums, group=group.process_group)
     total, tokens = sums.tolist()
@@ -229,9 +214,11 @@ def sample(run: Run, progress: Progress) -> None:
 
     phase.set(step=run.step, phase="sample")
     with run.engine.full_parameters():
-        if run.rank == 0:
-            text = generate(run.model, run.tokenizer, run.config.train.sample_prompt, run.config.train.sample, run.config.seed)
-            (run.dir / "sample.txt").write_text(text)
-            progress.say(f"sample:\n{text}")
+        if 0 in run.mesh.ranks(MODEL_AXES):  # the ranks that share a model with rank 0 make the same text together
+            settings = (run.tokenizer, run.config.train.sample_prompt, run.config.train.sample, run.config.seed)
+            text = generate(run.executor.whole, *settings)
+            if run.rank == 0:
+                (run.dir / "sample.txt").write_text(text)
+                progress.say(f"sample:\n{text}")
         if run.mesh.world > 1:
             dist.barrier()

@@ -25,6 +25,7 @@ from partita.runtime.spec import RunSpec
 from partita.state.engine import StateEngine
 from partita.train.checkpoint import Checkpointer
 from partita.train.metrics import MetricsFile
+from partita.train.step import Executor, StepContext
 
 log = logging.getLogger("partita")
 
@@ -47,7 +48,8 @@ class Run:
     engine: StateEngine = field(init=False)
     tokenizer: Any = field(init=False)
     data: Any = field(init=False)
-    loss: Any = field(init=False)
+    step_context: StepContext = field(init=False)
+    executor: Executor = field(init=False)
     schedule: Any = field(init=False)
     checkpoints: Checkpointer = field(init=False)
     metrics: MetricsFile = field(init=False)
@@ -114,7 +116,10 @@ def _build(run: Run) -> None:
     run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch)
     run.engine.materialize(weight_source(model, config.seed))
     objective = getattr(model, "partita_loss", "causal")
-    run.loss = registry.provide("loss", objective if config.train.loss == "auto" else config.train.loss)
+    run.step_context = _step_context(
+        run, registry.provide("loss", objective if config.train.loss == "auto" else config.train.loss)
+    )
+    run.executor = registry.provide("executor", run.plan.schedule.name)(run.step_context)
     run.schedule = registry.provide("lr_schedule", config.lr_schedule.name)(config.lr_schedule, config.train.steps)
     run.data = _make_data(run, objective)
     t = config.train
@@ -123,6 +128,21 @@ def _build(run: Run) -> None:
     )
     run.metrics = MetricsFile(run.dir / "metrics.jsonl", enabled=run.rank == 0)
     resume(run)
+
+
+def _step_context(run: Run, loss: Any) -> StepContext:
+    t, model = run.config.train, run.config.model
+    return StepContext(
+        run.model,
+        run.engine,
+        run.mesh,
+        run.plan,
+        loss,
+        seed=run.config.seed,
+        noise=model.dropout > 0,
+        label_smoothing=t.label_smoothing,
+        z_loss=t.z_loss,
+    )
 
 
 def _make_data(run: Run, objective: str) -> Any:
