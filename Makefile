@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help train test lint format clean
+.PHONY: help train test lint format bench bench-peers clean
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -33,6 +33,13 @@ lint: $(READY) ## ruff, mypy, layering
 format: $(READY) ## let ruff format and fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+bench: $(READY) ## compare sharded training with the peers that are installed; ARGS="--dtype bf16 --accumulation 4"
+	@$(BIN)/python scripts/bench/state.py $(ARGS)
+
+bench-peers: $(READY) ## install DeepSpeed for `make bench` (its operators are compiled when they are first used)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check setuptools wheel ninja psutil py-cpuinfo
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation deepspeed
 
 clean: ## remove what was made, the environment included
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -90,6 +90,13 @@ def worker(spec: RunSpec) -> dict[str, Any]:
     return summary
 
 
+def open_run(spec: RunSpec) -> Run:
+    """A run that is built and resumed, for callers that step it themselves (`partita.train.loop.one_update`). Observers aren't told."""
+    run = _open(spec)
+    _build(run)
+    return run
+
+
 def _open(spec: RunSpec) -> Run:
     phase.set(step=0, phase="build")
     registry = Registry.load(spec.blocked)
