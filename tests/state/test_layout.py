@@ -20,6 +20,7 @@ class P:
     shape: tuple[int, ...]
     trainable: bool = True
     unit: str = "root"
+    part: None = None
 
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -29,7 +30,7 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 def test_shards_cover_every_parameter_once(given_shapes: list[tuple[int, ...]], shards: int, groups: list[int]) -> None:
     parameters = [P(f"p{i}", s) for i, s in enumerate(given_shapes)]
     index = {p.name: g for p, g in zip(parameters, groups)}
-    (bucket,) = build_buckets(parameters, index, shards)
+    (bucket,) = build_buckets(parameters, index, lambda _: shards)
     assert bucket.shard % ALIGN == 0
     assert bucket.padded - bucket.numel < ALIGN * (shards + 2) or bucket.numel == 0
     assert sum(hi - lo for lo, hi in bucket.gaps()) == bucket.padded - bucket.numel
@@ -43,7 +44,7 @@ def test_shards_cover_every_parameter_once(given_shapes: list[tuple[int, ...]], 
 @given(shapes, st.integers(1, 5), st.lists(st.integers(0, 2), min_size=8, max_size=8))
 def test_runs_are_few_and_cover_what_is_owned(given_shapes: list[tuple[int, ...]], shards: int, groups: list[int]) -> None:
     parameters = [P(f"p{i}", s) for i, s in enumerate(given_shapes)]
-    (bucket,) = build_buckets(parameters, {p.name: g for p, g in zip(parameters, groups)}, shards)
+    (bucket,) = build_buckets(parameters, {p.name: g for p, g in zip(parameters, groups)}, lambda _: shards)
     for i in range(shards):
         runs = bucket.runs(i)
         assert sum(hi - lo for _, lo, hi in runs) == sum(hi - lo for _, lo, hi in bucket.owned(i))

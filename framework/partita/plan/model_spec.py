@@ -11,12 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.state.parts import Part
 from partita.state.units import ROOT, bind_parameters, find_units
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter. aliases: further names of the same (tied) parameter. unit: the unit that owns it."""
+    """One parameter. aliases: further names of the same (tied) parameter. unit: the unit that owns it.
+
+    part: of a global tensor, on one rank; None: `shape` is the whole one.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -24,6 +28,7 @@ class ParameterSpec:
     trainable: bool
     unit: str
     aliases: tuple[str, ...] = ()
+    part: Part | None = None
 
     @property
     def numel(self) -> int:

@@ -55,8 +55,8 @@ class Mesh:
         return tuple(_ravel(point, [getattr(self.layout, a) for a in AXES]) for point in product(*choices))
 
     def group(self, axes: tuple[str, ...]) -> Group:
-        """The group along `axes`; made once. Collective the first time: all ranks must ask in the same order."""
-        key = tuple(a for a in AXES if a in axes)
+        """The group along `axes` (those of size 1 make no difference); made once. Collective the first time: all ranks must ask in the same order."""
+        key = tuple(a for a in AXES if a in axes and getattr(self.layout, a) > 1)
         if key not in self._groups:
             self._groups[key] = self._make(key)
         return self._groups[key]

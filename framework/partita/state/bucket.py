@@ -30,10 +30,13 @@ class Weights(Enum):
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of the states: `shard` along the axes that cut the optimizer (maybe none), `replicas` along the other gradient axes."""
+    """Process groups of a bucket's states: `shard` along the axes that cut the optimizer (maybe none), `replicas` along all others
+    over which its gradients are summed. copies: ranks of this stage that hold the same shard, this one the `copy`-th of them."""
 
     shard: Group
     replicas: Group
+    copies: int = 1
+    copy: int = 0
 
 
 class BufferPool:
@@ -66,8 +69,8 @@ class Bucket:
         device: torch.device,
         wire: torch.dtype,
     ) -> None:
-        self.layout, self._groups, self._collectives, self._pool = layout, groups, collectives, pool
-        self._placement: Placement = state.placement
+        self.layout, self.groups, self._collectives, self._pool = layout, groups, collectives, pool
+        self._placement: Placement = state.placement_of(layout)
         self.index = groups.shard.rank
         compute, master = dtype_of(state.precision.compute), dtype_of(state.precision.master)
         self._gradient_dtype, self._accumulator_dtype = state.gradient_dtype, dtype_of(state.precision.gradient)
@@ -96,7 +99,7 @@ class Bucket:
     def _make_reduced(self, n: int, device: torch.device) -> torch.Tensor | None:
         if not self.layout.trainable:
             return None
-        if self._groups.shard.size == 1:  # whole gradients are reduced in place
+        if self.groups.shard.size == 1:  # whole gradients are reduced in place
             self.gradient = torch.zeros(self.layout.padded, dtype=self._gradient_dtype, device=device)
             return self.gradient
         return torch.zeros(n, dtype=self._accumulator_dtype, device=device)
@@ -131,7 +134,7 @@ class Bucket:
         if self.cut:
             self.full.untyped_storage().resize_(self._bytes)
             self._mine(self.full).copy_(self.own)
-        self._gathering = self._collectives.all_gather(self.full, self._groups.shard)
+        self._gathering = self._collectives.all_gather(self.full, self.groups.shard)
         self.weights = Weights.GATHERING
 
     def wait_gathered(self) -> None:
@@ -151,7 +154,7 @@ class Bucket:
 
     def updated(self) -> None:
         """The optimizer has changed this rank's shard: other ranks' shards are stale."""
-        if self._groups.shard.size > 1:
+        if self.groups.shard.size > 1:
             if self.cut:
                 self.free()
             self.weights = Weights.SHARDED
@@ -184,21 +187,20 @@ class Bucket:
             buffer[lo:hi] = 0
         self._filled = [False] * len(self._filled)
         assert self.reduced is not None
-        if self._groups.shard.size > 1:
+        if self.groups.shard.size > 1:
             send = buffer if self._wire.itemsize >= buffer.dtype.itemsize else buffer.to(self._wire)
-            self._reducing = self._collectives.reduce_scatter(
-                self.reduced, send, self._groups.shard, accumulate=self._accumulated
-            )
+            self._reducing = self._collectives.reduce_scatter(self.reduced, send, self.groups.shard, accumulate=self._accumulated)
         else:
-            self._reducing = self._collectives.all_reduce(buffer, self._groups.replicas, self._wire)
+            self._reducing = self._collectives.all_reduce(buffer, self.groups.replicas, self._wire)
 
     def wait_reduced(self) -> None:
-        """Finish the reduction over the shard group."""
-        assert self._reducing is not None
+        """Finish the reduction over the shard group, if one is under way."""
+        if self._reducing is None:
+            return
         self._reducing.wait()
         self._reducing = None
         self._accumulated = True
-        if self._groups.shard.size > 1:
+        if self.groups.shard.size > 1:
             assert self.gradient is not None
             self._pool.give(self.gradient)
             self.gradient = None
@@ -206,7 +208,7 @@ class Bucket:
     def reduce_replicas(self) -> Work:
         """Start the sum over the ranks that hold the same shard; once, after the last micro-batch."""
         assert self.reduced is not None
-        return self._collectives.all_reduce(self.reduced, self._groups.replicas, self._wire)
+        return self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire)
 
     def square(self) -> torch.Tensor:
         """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left."""

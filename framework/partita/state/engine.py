@@ -14,6 +14,7 @@ units before it compute. Reductions are issued in one fixed order on all ranks, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,8 +86,10 @@ class StateEngine:
         self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
         self._collectives = collectives or make_collectives(self.device)
         self._prefetch = prefetch
-        cut = plan.placement.optimizer
-        self.groups = Groups(mesh.group(cut), mesh.group(tuple(a for a in GRADIENT_AXES if a not in cut)))
+        self._cut = tuple(a for a in AXES if a in self.layout.placement.optimizer)
+        # All ranks make the usual groups in one order, whatever their stage needs of them.
+        for partial in ((), ("tensor",)):
+            self._groups((), partial)
         self._everyone = mesh.group(AXES)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
@@ -106,11 +109,19 @@ class StateEngine:
                 f"parameters must be floating point; these are not: {', '.join(odd[:5])}. Register them as buffers."
             )
 
+    def _groups(self, axes: tuple[str, ...], partial: tuple[str, ...]) -> Groups:
+        """Groups of a bucket whose tensors are cut along `axes` and whose gradients are partial over `partial`."""
+        shard = tuple(a for a in self._cut if a not in axes)
+        replicas = tuple(a for a in AXES if (a in GRADIENT_AXES or a in partial) and a not in axes and a not in self._cut)
+        copies = self.mesh.ranks(tuple(a for a in AXES if a != "pipeline" and a not in axes and a not in self._cut))
+        return Groups(self.mesh.group(shard), self.mesh.group(replicas), len(copies), copies.index(self.mesh.rank))
+
     def materialize(self, source: Source | None = None) -> None:
         """Allocate all buffers, bind the parameters to them, and fill them.
 
         source(name, shape) returns a whole parameter in any float dtype; it is called once for each, in the same order on all ranks,
-        and one whole parameter is in memory at a time. None: the module's own values are taken.
+        and one whole parameter is in memory at a time. A source that can read a part alone has a method part(name, part), which is
+        asked for what is cut. None: the module's own values are taken.
         """
         pool = BufferPool(self.device)
         wire = self.plan.collectives.gradient_reduce.format
@@ -118,12 +129,10 @@ class StateEngine:
         by_name = {b.name: b for b in self.bindings}
         buckets: dict[str, list[Bucket]] = {}
         for layout in self.layout.buckets:
-            bucket = Bucket(layout, self.layout, self.groups, self._collectives, pool, self.device, wire_dtype)
+            groups = self._groups(layout.axes, layout.partial)
+            bucket = Bucket(layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype)
             for i, s in enumerate(layout.segments):
-                value = source(s.name, s.shape) if source else by_name[s.name].parameter.detach()
-                if tuple(value.shape) != s.shape:
-                    raise PartitaError(f"weights of {s.name!r} have shape {tuple(value.shape)}; the model wants {s.shape}")
-                bucket.write(i, value)
+                bucket.write(i, initial(source, s) if source else by_name[s.name].parameter.detach())
             bucket.bind([self._real_parameter(by_name[s.name]) for s in layout.segments])
             bucket.free()
             buckets.setdefault(layout.unit, []).append(bucket)
@@ -185,7 +194,7 @@ class StateEngine:
         return out
 
     def _install_hooks(self) -> None:
-        if self.groups.shard.size > 1:
+        if any(b.groups.shard.size > 1 for b in self.buckets):
             self.model.register_forward_pre_hook(self._before_model)
             self.model.register_forward_hook(self._after_model)
             for i, unit in enumerate(self.blocks):
@@ -270,7 +279,8 @@ class StateEngine:
                 return
             self._issue += 1
             for bucket in unit.trainable:
-                bucket.reduce()
+                if self._last or bucket.groups.shard.size > 1:  # what is summed in place must be summed once
+                    bucket.reduce()
             self._pending.append(unit)
             while len(self._pending) > 1:
                 self._finish(self._pending.pop(0))
@@ -292,20 +302,22 @@ class StateEngine:
     def finish_gradients(self, extra: torch.Tensor) -> tuple[float, list[float]]:
         """Finish all reductions. Returns the global gradient norm (L2, before clipping) and the sums of `extra` over all ranks.
 
-        extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce.
+        extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce. Ranks that differ along `tensor`
+        alone have the same values, which count once.
         """
         trainable = [b for u in self._reduce_order for b in u.trainable]
-        if self.groups.shard.size > 1 and self.groups.replicas.size > 1:
-            for work in [b.reduce_replicas() for b in trainable]:
-                work.wait()
-        squares = [b.square() for b in trainable]
-        square = torch.stack(squares).sum().to(extra.dtype) if squares else torch.zeros_like(extra[0])
-        # Ranks outside the shard group hold copies: count each element once.
-        packed = torch.cat([(square / self.groups.replicas.size).reshape(1), extra.to(square.device)])
+        for work in [b.reduce_replicas() for b in trainable if b.groups.shard.size > 1 and b.groups.replicas.size > 1]:
+            work.wait()
+        packed = torch.cat([self._square(trainable, extra.dtype), extra.to(self.device) / self.plan.layout.tensor])
         self._collectives.all_reduce(packed, self._everyone).wait()
         values = packed.tolist()
         norm = values[0] ** 0.5 if values[0] >= 0 else float("nan")
         return norm / self.scaler.value, values[1:]
+
+    def _square(self, trainable: list[Bucket], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's share [1] of the squared norm: what several ranks hold is divided among them, so each element counts once."""
+        squares = [(b.square() / b.groups.copies).reshape(1) for b in trainable]
+        return torch.stack(squares).sum(0).to(dtype) if squares else torch.zeros(1, dtype=dtype, device=self.device)
 
     def update(self, lr: float, clip: float, norm: float) -> bool:
         """One optimizer update; False when it was skipped because the norm is not finite.
@@ -355,7 +367,7 @@ class StateEngine:
                     unit.free()
 
     def full_tensor(self, name: str, kind: str = "parameter") -> torch.Tensor:
-        """A whole state of one parameter, in the shape of the parameter. Collective.
+        """A whole state of one parameter, in the shape of the global tensor. Collective over the ranks that hold parts of it.
 
         kind: `parameter` (master weights), `gradient` (reduced, between finish_gradients and the next begin_step, with the loss scale),
         or an optimizer state such as `exp_avg`. Raises PartitaError for an unknown name or kind.
@@ -372,8 +384,14 @@ class StateEngine:
         else:
             whole = torch.zeros(bucket.layout.padded, dtype=source.dtype, device=self.device)
             whole.view(bucket.layout.shards, -1)[bucket.index] = source
-            self._collectives.all_gather(whole, self.groups.shard).wait()
-        return whole[s.offset : s.offset + s.numel].view(s.shape).clone()
+            self._collectives.all_gather(whole, bucket.groups.shard).wait()
+        local = whole[s.offset : s.offset + s.numel].view(s.shape)
+        if not s.part.axes:
+            return local.clone()
+        total = torch.zeros(s.part.shape, dtype=source.dtype, device=self.device)
+        s.part.put(local, total)
+        self._collectives.all_reduce(total, self.mesh.group(s.part.axes)).wait()  # of disjoint parts: exact
+        return total
 
     def allocated(self) -> dict[str, int]:
         """Bytes of states at rest on this rank, by category as `StateLayout.bytes`, read from the buffers themselves."""
@@ -392,11 +410,11 @@ class StateEngine:
         """This rank's part of all states: parts of all ranks are disjoint and cover each state once."""
         out: list[StateSlice] = []
         for bucket in self.buckets:
-            copies = self.groups.replicas  # they hold the same shard and share the work of saving it
+            copy, copies = bucket.groups.copy, bucket.groups.copies  # they share the work of saving
             for s, lo, hi in bucket.layout.owned(bucket.index):
-                a = lo + (hi - lo) * copies.rank // copies.size
-                b = lo + (hi - lo) * (copies.rank + 1) // copies.size
-                if a < b or (s.numel == 0 and copies.rank == 0):
+                a = lo + (hi - lo) * copy // copies
+                b = lo + (hi - lo) * (copy + 1) // copies
+                if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
                     out += self._slices(bucket, s, a, b)
         if self.mesh.rank == 0:
             for name, tensor in self._saved_buffers():
@@ -422,7 +440,12 @@ class StateEngine:
     def _slices(self, bucket: Bucket, s: Segment, lo: int, hi: int) -> list[StateSlice]:
         start = s.offset - bucket.index * bucket.layout.shard
         kinds = {f"model.{s.name}": bucket.master, **{f"optimizer.{s.name}.{k}": v for k, v in bucket.states.items()}}
-        return [StateSlice(key, s.shape, t.dtype, lo, hi, t[start + lo : start + hi]) for key, t in kinds.items()]
+        runs = list(s.part.runs(lo, hi)) or [(lo, lo, 0)] * (math.prod(s.part.shape) == 0)
+        return [
+            StateSlice(key, s.part.shape, t.dtype, to, to + n, t[start + at : start + at + n])
+            for key, t in kinds.items()
+            for at, to, n in runs
+        ]
 
     def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
         hidden = {f"{p}.{k}" if p else k for p, m in self.model.named_modules() for k in m._non_persistent_buffers_set}
@@ -445,6 +468,18 @@ class StateEngine:
         self.scaler.load(state["scaler"])
 
 
+def initial(source: Source, segment: Segment) -> torch.Tensor:
+    """What a parameter begins with on this rank. Raises PartitaError where the source has another shape."""
+    part, reader = segment.part, getattr(source, "part", None)
+    value = reader(segment.name, part) if reader is not None and part.ranges else None
+    if value is None:
+        whole = source(segment.name, part.shape)
+        if tuple(whole.shape) != part.shape:
+            raise PartitaError(f"weights of {segment.name!r} have shape {tuple(whole.shape)}; the model wants {part.shape}")
+        value = part.take(whole)
+    return value
+
+
 class _Spec:
     """The parameters of a real module in the form that `build_layout` reads."""
 
@@ -455,7 +490,7 @@ class _Spec:
 class _Parameter:
     def __init__(self, binding: Binding) -> None:
         self.name, self.shape = binding.name, tuple(binding.parameter.shape)
-        self.trainable, self.unit = binding.parameter.requires_grad, binding.unit
+        self.trainable, self.unit, self.part = binding.parameter.requires_grad, binding.unit, binding.part
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ sharding, and vectors and their scalar rests fall on the same elements, so resul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from partita.plan.plan import Layout, Placement, Plan, Precision
+from partita.state.parts import Part
 
 ALIGN = 64  # elements; keeps shards on cache-line and vector boundaries in every dtype
 
@@ -28,16 +29,18 @@ class ParameterLike(Protocol):
     shape: tuple[int, ...]
     trainable: bool
     unit: str
+    part: Part | None  # of a global tensor; None: `shape` is the whole one
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter inside a bucket: elements [offset, offset + numel), hyper-parameter group `group`."""
+    """One parameter inside a bucket: elements [offset, offset + numel), hyper-parameter group `group`; `part` of a global tensor."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     group: int
+    part: Part
 
     @property
     def numel(self) -> int:
@@ -47,13 +50,19 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One flat buffer. `shard` elements for each of `shards` owners; the last ones may be padding."""
+    """One flat buffer. `shard` elements for each of `shards` owners; the last ones may be padding.
+
+    axes: mesh axes along which other ranks hold other parts of the same tensors. partial: mesh axes whose ranks hold the same
+    parameters and each a term of their gradients.
+    """
 
     unit: str
     trainable: bool
     segments: tuple[Segment, ...]
     shards: int
     shard: int
+    axes: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
 
     @property
     def padded(self) -> int:
@@ -126,22 +135,29 @@ def assign_groups(parameters: Iterable[ParameterLike], optimizer: Any) -> tuple[
     return index, groups
 
 
-def build_buckets(parameters: Sequence[ParameterLike], groups: Mapping[str, int], shards: int) -> tuple[BucketLayout, ...]:
-    """Buckets in order of first appearance. Inside one, parameters stand by hyper-parameter group, then in order of appearance."""
-    keyed: dict[tuple[str, bool], list[ParameterLike]] = {}
+def build_buckets(
+    parameters: Sequence[ParameterLike], groups: Mapping[str, int], shards: Callable[[tuple[str, ...]], int]
+) -> tuple[BucketLayout, ...]:
+    """Buckets in order of first appearance. Inside one, parameters stand by hyper-parameter group, then in order of appearance.
+
+    shards: owners of a bucket, given the mesh axes along which its tensors are cut already.
+    """
+    keyed: dict[tuple[Any, ...], list[tuple[ParameterLike, Part]]] = {}
     for p in parameters:
-        keyed.setdefault((p.unit, p.trainable), []).append(p)
+        part = p.part or Part(tuple(p.shape))
+        keyed.setdefault((p.unit, p.trainable, part.axes, part.partial), []).append((p, part))
     buckets = []
-    for (unit, trainable), members in keyed.items():
+    for (unit, trainable, axes, partial), members in keyed.items():
         segments: list[Segment] = []
         offset = 0
-        for p in sorted(members, key=lambda p: groups.get(p.name, 0)):
+        for p, part in sorted(members, key=lambda member: groups.get(member[0].name, 0)):
             if segments and segments[-1].group != groups.get(p.name, 0):
                 offset = math.ceil(offset / ALIGN) * ALIGN
-            segments.append(Segment(p.name, tuple(p.shape), offset, groups.get(p.name, 0)))
+            segments.append(Segment(p.name, tuple(p.shape), offset, groups.get(p.name, 0), part))
             offset += math.prod(p.shape)
-        shard = math.ceil(max(offset, 1) / (shards * ALIGN)) * ALIGN
-        buckets.append(BucketLayout(unit, trainable, tuple(segments), shards, shard))
+        owners = shards(axes)
+        shard = math.ceil(max(offset, 1) / (owners * ALIGN)) * ALIGN
+        buckets.append(BucketLayout(unit, trainable, tuple(segments), owners, shard, axes, partial))
     return tuple(buckets)
 
 
@@ -168,6 +184,10 @@ class StateLayout:
         kept_whole = not self.placement.optimizer or (self.accumulates and not self.placement.gradients)
         return dtype_of(self.precision.gradient if kept_whole else self.precision.compute)
 
+    def placement_of(self, bucket: BucketLayout) -> Placement:
+        """The placement, as far as it can cut a bucket whose tensors are cut along some axes already."""
+        return self.placement if bucket.shards > 1 else Placement()
+
     def bytes(self) -> dict[str, int]:
         """Bytes on one rank at rest, by category, padding included. Every rank holds the same number.
 
@@ -176,15 +196,16 @@ class StateLayout:
         compute, master = size_of(self.precision.compute), size_of(self.precision.master)
         total = {"parameters": 0, "gradients": 0, "optimizer": 0}
         for b in self.buckets:
-            total["parameters"] += (b.shard if self.placement.parameters else b.padded) * compute
+            placement = self.placement_of(b)
+            total["parameters"] += (b.shard if placement.parameters else b.padded) * compute
             if not b.trainable:
                 continue
             if self.separate_master:
                 total["optimizer"] += b.shard * master
             total["optimizer"] += sum(b.shard * size_of(d) for d in self.states.values())
-            if self.placement.optimizer:
+            if placement.optimizer:
                 total["gradients"] += b.shard * size_of(self.precision.gradient)
-            if not self.placement.gradients:
+            if not placement.gradients:
                 total["gradients"] += b.padded * self.gradient_dtype.itemsize
         return total
 
@@ -196,7 +217,8 @@ def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: An
     """
     index, groups = assign_groups([p for p in spec.parameters if p.trainable], optimizer)
     shards = plan.layout.size(plan.placement.optimizer)
-    buckets = build_buckets(spec.parameters, index, shards)
+    cut = plan.placement.optimizer
+    buckets = build_buckets(spec.parameters, index, lambda axes: plan.layout.size(tuple(a for a in cut if a not in axes)))
     accumulates = plan.schedule.micro_batches > 1
     placement = plan.placement if shards > 1 else Placement()  # cut in one part is not cut
     return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states))

@@ -6,18 +6,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from partita.errors import PartitaError
+from partita.state.parts import Part, declared
+
 ROOT = "root"  # unit of everything that is in no block
 
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter: its first name, every (module, attribute) that holds it, its unit."""
+    """One parameter: its first name, every (module, attribute) that holds it, its unit, the part of a global tensor that it is."""
 
     name: str
     parameter: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
     aliases: tuple[str, ...]
     unit: str
+    part: Part
 
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -46,5 +50,18 @@ def bind_parameters(model: nn.Module) -> list[Binding]:
         units = {unit_of_module.get(id(module), ROOT) for _, module, _ in uses}
         unit = units.pop() if len(units) == 1 else ROOT
         names = tuple(name for name, _, _ in uses)
-        bindings.append(Binding(names[0], parameter, tuple((m, a) for _, m, a in uses), names[1:], unit))
+        holders = tuple((m, a) for _, m, a in uses)
+        bindings.append(Binding(names[0], parameter, holders, names[1:], unit, _part(names[0], parameter, holders)))
     return bindings
+
+
+def _part(name: str, parameter: nn.Parameter, holders: tuple[tuple[nn.Module, str], ...]) -> Part:
+    """What is declared of a parameter; nothing: it is the whole tensor."""
+    shape = tuple(parameter.shape)
+    found = {part for module, attribute in holders if (part := declared(module, attribute)) is not None} or {Part(shape)}
+    part = found.pop()
+    if found:
+        raise PartitaError(f"{name!r} is tied, and its modules declare different parts of it: {part} and {found.pop()}")
+    if part.local != shape:
+        raise PartitaError(f"{name!r} has shape {shape}, and was declared to be a part of shape {part.local} ({part})")
+    return part
