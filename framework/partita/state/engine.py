@@ -302,13 +302,12 @@ class StateEngine:
     def finish_gradients(self, extra: torch.Tensor) -> tuple[float, list[float]]:
         """Finish all reductions. Returns the global gradient norm (L2, before clipping) and the sums of `extra` over all ranks.
 
-        extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce. Ranks that differ along `tensor`
-        alone have the same values, which count once.
+        extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce.
         """
         trainable = [b for u in self._reduce_order for b in u.trainable]
         for work in [b.reduce_replicas() for b in trainable if b.groups.shard.size > 1 and b.groups.replicas.size > 1]:
             work.wait()
-        packed = torch.cat([self._square(trainable, extra.dtype), extra.to(self.device) / self.plan.layout.tensor])
+        packed = torch.cat([self._square(trainable, extra.dtype), extra.to(self.device)])
         self._collectives.all_reduce(packed, self._everyone).wait()
         values = packed.tolist()
         norm = values[0] ** 0.5 if values[0] >= 0 else float("nan")
