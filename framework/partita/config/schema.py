@@ -134,11 +134,15 @@ class TrainConfig:
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     save_at_end: bool = True
     async_save: bool = True  # write in the background
+    save_optimizer: bool = True  # false: checkpoints hold no optimizer states; going on from them starts moments at zero
+    save_frozen: bool = True  # false: parameters that aren't trained stay out; they must come from elsewhere when the run goes on
     keep: int = 2  # newest checkpoints kept
     keep_best: int = 0  # kept as well: this many with the lowest evaluation loss
     on_save_error: str = "stop"  # stop, warn (training goes on; `latest` stays where it was)
     log_every: int = 10  # steps between lines on the console (metrics.jsonl has every step)
     resume: str = AUTO  # auto (the newest checkpoint in run.dir, if any), never, or a path to a checkpoint
+    resume_optimizer: bool = True  # false: take weights, step and schedule of a checkpoint; moments begin at zero
+    resume_partial: bool = False  # load what the checkpoint has for this model and report the rest, which stays as initialised
     sample: int = 160  # tokens of the text generated at the end; 0: none
     sample_prompt: str = "def "
     peak_flops: float | None = None  # FLOP/s of one device in the compute dtype, for MFU; default: the table of known devices

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
@@ -22,8 +23,8 @@ from partita.errors import CheckpointError
 from partita.runtime.mesh import Mesh
 from partita.state.slices import StateSlice
 from partita.train.index import CheckpointInfo, find_checkpoint, inspect, latest_in, list_checkpoints, read_index, step_name
-from partita.train.loading import LoadReport, load_slices, read_rank_extra, read_weights, verify
-from partita.train.saving import Save, Snapshot, recover
+from partita.train.loading import LoadReport, Skip, load_slices, read_rank_extra, read_weights, verify
+from partita.train.saving import JOIN, Save, Snapshot, recover
 from partita.train.storage import ALIGN, dtype_name, encode
 
 __all__ = [
@@ -112,7 +113,8 @@ class Checkpointer:
         self._count += 1
         mesh = self.mesh
         attempt = f"{self._life}-{self._count}"
-        job = Save(self.dir, step, attempt, mesh.rank, mesh.world, self.keep, self.keep_best, self.patience, self._stop)
+        fixed = (mesh.rank, mesh.world, self.keep, self.keep_best, self.patience, self._stop, _caller(), min(JOIN, self.patience))
+        job = Save(self.dir, step, attempt, *fixed)
         taken: Snapshot | Exception
         try:
             taken = self._take(slices, extra, rank_extra, score)
@@ -201,15 +203,24 @@ class Checkpointer:
     # ------------------------------------------------------------------ loading
 
     def load(
-        self, path: Path | str, slices: Sequence[StateSlice], partial: bool = False
+        self, path: Path | str, slices: Sequence[StateSlice], partial: bool = False, skip: Skip | None = None
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Fill `slices` from a checkpoint of any layout; returns (extra, this rank's rank_extra or None where the world differs).
 
-        path: a checkpoint, or a run's folder for its latest. partial: load what is there; `report` names what was left untouched.
+        path: a checkpoint, or a run's folder for its latest. partial: load what is there. skip: of an index and a key, whether to
+        do without it. `report` names what was left untouched.
         Not collective. Raises CheckpointError as `load_slices` does.
         """
-        index, self.report = load_slices(path, slices, partial)
+        index, self.report = load_slices(path, slices, partial, skip)
         return index.extra, read_rank_extra(index, self.mesh.rank, self.mesh.world)
+
+
+def _caller() -> str:
+    """File and line that called into this module."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _prepare(folder: Path) -> None:

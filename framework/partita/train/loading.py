@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ WEIGHTS = ("model.", "buffer.")
 class LoadReport:
     """What a load did on this rank, by key. missing: not in the checkpoint. mismatched: of another shape or kind of number.
 
-    converted: stored in another floating dtype. bytes_read: from shards, whole blocks of 256 KiB.
+    converted: stored in another floating dtype. skipped: left as they were since the caller said so. bytes_read: from shards, whole
+    blocks of 256 KiB.
     """
 
     path: Path
@@ -34,22 +35,30 @@ class LoadReport:
     mismatched: tuple[str, ...]
     converted: tuple[str, ...]
     bytes_read: int
+    skipped: tuple[str, ...] = ()
 
 
-def load_slices(path: Path | str, slices: Sequence[StateSlice], partial: bool = False) -> tuple[Index, LoadReport]:
+Skip = Callable[[Index, str], bool]  # of a checkpoint and a key: whether the caller does without it
+
+
+def load_slices(
+    path: Path | str, slices: Sequence[StateSlice], partial: bool = False, skip: Skip | None = None
+) -> tuple[Index, LoadReport]:
     """Fill `slices` from a checkpoint that any layout wrote. Needs no process group; memory needed beside the slices is a few MB.
 
     Stored and wanted dtype may differ if both are floating: values are rounded to the wanted one. `partial`: load what is there,
-    leave and report the rest. Raises CheckpointError with the names where, without `partial`, something is missing or of another
+    leave and report the rest. `skip`: leave these without looking for them. Raises CheckpointError with the names where, without `partial`, something is missing or of another
     shape (nothing has been changed then), and where a file is damaged.
     """
     index = read_index(find_checkpoint(path))
+    skipped = {s.key for s in slices if skip is not None and skip(index, s.key)}
+    slices = [s for s in slices if s.key not in skipped]
     unusable = {s.key: why for s in slices if (why := _unusable(index.tensors.get(s.key), s))}
     if unusable and not partial:
         raise _refusal(index, unusable)
     usable = [s for s in slices if s.key not in unusable]
     read = fill(index, usable)
-    report = _report(index, usable, unusable, read)
+    report = replace(_report(index, usable, unusable, read), skipped=tuple(sorted(skipped)))
     if unusable:
         log.warning("%s: left untouched: %s", index.path, some([f"{k} ({why})" for k, why in unusable.items()]))
     return index, report

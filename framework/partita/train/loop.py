@@ -15,7 +15,8 @@ from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
 from partita.train.progress import Progress
-from partita.train.run import Run, save
+from partita.train.resume import save
+from partita.train.run import Run
 
 log = logging.getLogger("partita")
 MODEL_AXES = ("pipeline", "context", "tensor")  # along which one model and sample are shared

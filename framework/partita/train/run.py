@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from partita.plugin.registry import Registry
 from partita.runtime import phase
 from partita.runtime.device import Device
 from partita.runtime.mesh import Mesh
-from partita.runtime.rng import get_rng_state, name_generator, set_rng_state
+from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
 from partita.state.engine import StateEngine
@@ -134,6 +133,8 @@ def _build(run: Run) -> None:
         run.dir / "checkpoints", run.mesh, keep=t.keep, keep_best=t.keep_best, asynchronous=t.async_save
     )
     run.metrics = MetricsFile(run.dir / "metrics.jsonl", enabled=run.rank == 0)
+    from partita.train.resume import resume  # it reads `Run`
+
     resume(run)
 
 
@@ -188,46 +189,6 @@ def weight_source(model: nn.Module, seed: int) -> Any:
         return tensor
 
     return source
-
-
-# ------------------------------------------------------------------ checkpoints
-
-
-def resume(run: Run) -> None:
-    """Go on from the checkpoint that `train.resume` names, if there is one."""
-    phase.set(step=0, phase="load")
-    wanted = run.config.train.resume
-    path = None if wanted == "never" else run.checkpoints.latest() if wanted == "auto" else Path(wanted)
-    if path is None:
-        run.metrics.cut(0)
-        return
-    started = time.perf_counter()
-    extra, rank_extra = run.checkpoints.load(path, run.engine.load_slices())
-    run.engine.after_load()
-    run.engine.load_extra_state(extra["engine"])
-    run.data.check(extra["data"])
-    run.step, run.best = int(extra["step"]), extra.get("best")
-    if rank_extra is not None:
-        set_rng_state(rank_extra["rng"])
-    run.metrics.cut(run.step)
-    if run.rank == 0:
-        log.info("resumed from %s after step %d (%.1f s)", path, run.step, time.perf_counter() - started)
-    run.notify("partita_load", step=run.step, path=path)
-
-
-def save(run: Run, score: float | None = None) -> None:
-    """Start a checkpoint of the state after `run.step`. Collective: every rank calls it."""
-    phase.set(step=run.step, phase="save")
-    extra = {
-        "step": run.step,
-        "engine": run.engine.extra_state(),
-        "data": run.data.state(),
-        "best": run.best,
-        "config": run.spec.config,
-    }
-    run.checkpoints.save(run.step, run.engine.save_slices(), extra, {"rng": get_rng_state()}, score)
-    run.notify("partita_save", step=run.step, path=run.checkpoints.path(run.step))
-    phase.set(step=run.step, phase="train")
 
 
 def _close(run: Run) -> None:

@@ -46,6 +46,7 @@ from partita.train.storage import free_bytes, read_sealed, replace_text, sync_fo
 log = logging.getLogger("partita")
 MARGIN = 64 * 1024  # bytes of documents beside a shard, kept free
 BEAT = 1.0  # seconds between signs of life of rank 0's wait
+JOIN = 45.0  # seconds in which every rank must have called `save`
 GONE = 10.0  # seconds after which a folder that vanished without an outcome counts as a failure
 
 
@@ -73,6 +74,7 @@ class Save:
     """One attempt to save `step`; `attempt` is a name that all ranks know and no other attempt has.
 
     patience: seconds without any progress of the others after which they count as lost. stop: set to give up early.
+    caller: file and line that asked for the save. join: seconds in which all ranks must have asked.
     """
 
     folder: Path
@@ -84,6 +86,8 @@ class Save:
     keep_best: int
     patience: float
     stop: Event = field(default_factory=Event)
+    caller: str = "?"
+    join: float = JOIN
     _failure: str = ""
     _beaten: float = 0.0
 
@@ -128,6 +132,7 @@ class Save:
         """This rank's files, the marker last."""
         self._check()
         self.temporary.mkdir(parents=True, exist_ok=True)
+        self._marker("begun").touch()
         needed, free = snapshot.data.numel() + MARGIN, free_bytes(self.temporary)
         if needed > free:
             raise OSError(errno.ENOSPC, "not enough space")
@@ -180,6 +185,12 @@ class Save:
         remedy = " (make room there, lower train.keep, or move run.dir)" if full else ""
         return f"rank {self.rank}: {why}: {path} needs {snapshot.data.numel() + MARGIN:,} bytes, {free} are free{remedy}"
 
+    def _alone(self, absent: list[int]) -> str:
+        return (
+            f"rank {self.rank} called save at {self.caller}, and ranks {absent[:8]} have not within {self.join:.0f} s; "
+            "every rank must call it (take it out of `if rank == 0`): each one holds a part of the state"
+        )
+
     def _error(self, reasons: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint of step {self.step} could not be written to {self.final}: {reasons}. "
@@ -190,8 +201,11 @@ class Save:
 
     def _follow(self) -> None:
         """Wait for what rank 0 decides."""
-        beat, seen = -1.0, time.monotonic()
+        begun = time.monotonic()
+        beat, seen = -1.0, begun
+        rank0 = False
         for _ in _ticks():
+            rank0 = rank0 or self._marker("begun", 0).exists()
             if self._succeeded():
                 return
             if self.outcome.exists():
@@ -200,6 +214,8 @@ class Save:
             if self.stop.is_set():
                 raise self._error(f"rank {self.rank} was stopped before rank 0 had completed it")
             now, mtime = time.monotonic(), _mtime(self.temporary)
+            if not rank0 and now - begun > self.join and mtime:
+                raise self._error(self._alone([0]))
             if mtime != beat:
                 beat, seen = mtime, now
             if now - seen > (self.patience if mtime else min(GONE, self.patience)):
@@ -217,7 +233,8 @@ class Save:
 
     def _discard_own(self) -> None:
         """Remove what this rank may have written after rank 0 removed the folder."""
-        for name in (shard_name(self.rank), rank_name(self.rank), self._marker("done").name, self._marker("failed").name):
+        markers = [self._marker(kind).name for kind in ("begun", "done", "failed")]
+        for name in (shard_name(self.rank), rank_name(self.rank), *markers):
             (self.temporary / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # absent, or another rank's files are in it: it removes them
             self.temporary.rmdir()
@@ -242,7 +259,8 @@ class Save:
 
     def _gather(self) -> None:
         """Return when all ranks are done. Raises CheckpointError where one failed or does nothing for `patience` seconds."""
-        state, seen, looked = None, time.monotonic(), 0.0
+        begun = time.monotonic()
+        state, seen, looked = None, begun, 0.0
         for _ in _ticks():
             if self._failure:
                 raise CheckpointError(self._failure)
@@ -257,6 +275,9 @@ class Save:
             if self.stop.is_set():
                 raise CheckpointError(f"the save was stopped while it waited for ranks {missing[:8]}")
             now = time.monotonic()
+            absent = [r for r in missing if self._marker("begun", r).name not in names]
+            if absent and now - begun > self.join:
+                raise CheckpointError(self._alone(absent))
             self._beat()
             if now - looked > BEAT:
                 looked, last = now, state
@@ -279,6 +300,7 @@ class Save:
         line = {"serial": serial, "score": snapshot.score, "saved": saved, "bytes": sum(sizes)}
         write_sealed(self.temporary / SUMMARY, head | line)
         for rank in range(self.world):
+            self._marker("begun", rank).unlink(missing_ok=True)
             self._marker("done", rank).unlink()
         sync_folder(self.temporary)
         pointer = self.folder / f"{LATEST}.new"
