@@ -43,8 +43,7 @@ def side_by_side(spec: Any) -> dict[str, Any]:
 
     sys.path.insert(0, str(BENCH))
     turns, length = (int(v) for v in os.environ["BENCH_TURNS"].split("x"))
-    run = runs._open(spec)
-    runs._build(run)
+    run = runs.open_run(spec)
     plain = _plain(run)
     updates, clock = run.data.iterate(1), StepClock()
     seconds: dict[str, list[float]] = {"partita": [], "plain": []}
@@ -86,14 +85,16 @@ def _plain(run: Any) -> Any:
     with run.engine.full_parameters(), torch.no_grad():
         for mine, given in zip(model.parameters(), run.model.parameters(), strict=True):
             mine.copy_(given)
-    batches = make_batches(run.rank, run.mesh.world, run.plan.schedule.global_batch, run.config.data.sequence, run.config.model.vocab)
+    batches = make_batches(
+        run.rank, run.mesh.world, run.plan.schedule.global_batch, run.config.data.sequence, run.config.model.vocab
+    )
     return PlainLoop(model, batches, run.plan.schedule.micro_batches)
 
 
 def bench_job(config: Any, info: Any) -> dict[str, Any]:
     """A Hydra job that runs `side_by_side` in place of the training loop, and writes its figures."""
-    from partita.config.plain import to_plain
     from partita.config.compose import registry_for
+    from partita.config.plain import to_plain
     from partita.plan.make import make_plan
     from partita.runtime.launch import launch
     from partita.runtime.spec import RunSpec
@@ -125,7 +126,15 @@ def measure_updates(ranks: int, turns: int, length: int, overrides: list[str]) -
 def first_of_partita(ranks: int, folder: Path, *flags: str) -> tuple[float, str]:
     """Seconds from the command to the first line of metrics, and what Python wrote to stderr."""
     small = ["model.layers=4", "model.width=256", "model.heads=8", "model.vocab=259", "train.global_batch=16"]
-    line = [*flags, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", f"launch.ranks={ranks}", *COMMON, *small, "train.steps=1"]
+    line = [
+        *flags,
+        str(ROOT / "scripts" / "train.py"),
+        f"run.dir={folder}",
+        f"launch.ranks={ranks}",
+        *COMMON,
+        *small,
+        "train.steps=1",
+    ]
     start = time.time()
     process = subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     metrics = folder / "metrics.jsonl"
@@ -149,7 +158,9 @@ def first_of_plain(ranks: int, *flags: str) -> tuple[float, str]:
 
 def import_seconds(errors: str) -> float:
     """Sum of the self times that `-X importtime` reports."""
-    rows = [line.split("|")[0].split(":")[1] for line in errors.splitlines() if line.startswith("import time:") and "[us]" not in line]
+    rows = [
+        line.split("|")[0].split(":")[1] for line in errors.splitlines() if line.startswith("import time:") and "[us]" not in line
+    ]
     return sum(int(r) for r in rows) / 1e6
 
 
