@@ -47,13 +47,13 @@ def trace_activations(
     recorder = _Recorder(module, list(units), root, dtype, set(matched))
     try:
         with recorder, _FlashOnMeta():
-            output = module(**_inputs(module, shape))
+            output = module(**model_inputs(module, shape))
     except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
         return Trace(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
-    return Trace(recorder.units, sum(t.numel() for t in _tensors(output) if t.ndim == 3))
+    return Trace(recorder.units, sum(t.numel() for t in tensors_in(output) if t.ndim == 3))
 
 
-def _inputs(module: nn.Module, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+def model_inputs(module: nn.Module, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     ids = torch.zeros(shape, dtype=torch.int64, device="meta")
     names = [
         p.name
@@ -117,7 +117,7 @@ class _Recorder:
 
     def _enter(self, name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            size = sum(self._bytes(t) for t in _tensors((args, kwargs)) if t.requires_grad)
+            size = sum(self._bytes(t) for t in tensors_in((args, kwargs)) if t.requires_grad)
             if name in self._names:
                 self._place.append(name)
                 self.units[name].input += size
@@ -154,13 +154,13 @@ class _Recorder:
         return tensor.numel() * (self._dtype.itemsize if tensor.dtype.is_floating_point else tensor.dtype.itemsize)
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     """All tensors in nested containers and Hugging Face outputs."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

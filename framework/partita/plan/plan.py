@@ -22,6 +22,7 @@ class Layout:
     """The mesh: how many ranks lie along each axis, where stages are cut, how parameters are split over `tensor`.
 
     stage_cuts: first unit of each pipeline stage but the first (empty without a pipeline).
+    stage_ranks: rank of the pipeline axis that computes each stage; a rank may have several (empty: each one stage, in order).
     styles: (parameter path pattern, tensor style) pairs, first match wins.
     """
 
@@ -32,6 +33,7 @@ class Layout:
     tensor: int = 1
     expert: int = 1
     stage_cuts: tuple[int, ...] = ()
+    stage_ranks: tuple[int, ...] = ()
     styles: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -156,6 +158,9 @@ class Schedule:
 
     global_batch, micro_batch: sequences. micro_batches: forward/backward passes a rank makes for one optimizer step.
     name: pipeline schedule, `none` without a pipeline. reduce_every: micro-batches between reductions where gradients are cut.
+    in_flight: for each pipeline stage, micro-batches whose activations it keeps when its rank keeps most. bubble: time that a rank of
+    the pipeline waits, as a share of the time that it computes. gather: for how long a stage's cut weights stay whole: `action` (one
+    forward or backward, block by block), `run` (until the rank turns to another stage), `step`.
     """
 
     global_batch: int = 1
@@ -163,6 +168,9 @@ class Schedule:
     micro_batches: int = 1
     name: str = "none"
     reduce_every: int = 1
+    in_flight: tuple[int, ...] = ()
+    bubble: float = 0.0
+    gather: str = "action"
 
 
 @dataclass(frozen=True)

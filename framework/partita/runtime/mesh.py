@@ -37,7 +37,7 @@ class Mesh:
     layout: Layout
     rank: int
     device: torch.device
-    _groups: dict[tuple[str, ...], Group] = field(default_factory=dict)
+    _groups: dict[tuple[tuple[str, ...], int], Group] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = [getattr(self.layout, axis) for axis in AXES]
@@ -54,21 +54,25 @@ class Mesh:
         choices = [range(getattr(self.layout, a)) if a in axes else (fixed[a],) for a in AXES]
         return tuple(_ravel(point, [getattr(self.layout, a) for a in AXES]) for point in product(*choices))
 
-    def group(self, axes: tuple[str, ...]) -> Group:
-        """The group along `axes` (those of size 1 make no difference); made once. Collective the first time: all ranks must ask in the same order."""
-        key = tuple(a for a in AXES if a in axes and getattr(self.layout, a) > 1)
+    def group(self, axes: tuple[str, ...], lane: int = 0) -> Group:
+        """The group along `axes` (those of size 1 make no difference); made once. Collective the first time: all ranks must ask in the same order.
+
+        lane: groups of other lanes have the same ranks and a communicator of their own, so that one can't hold up the other.
+        """
+        ordered = tuple(a for a in AXES if a in axes and getattr(self.layout, a) > 1)
+        key = (ordered, lane)
         if key not in self._groups:
-            self._groups[key] = self._make(key)
+            self._groups[key] = self._make(ordered, own=lane > 0)
         return self._groups[key]
 
-    def _make(self, axes: tuple[str, ...]) -> Group:
+    def _make(self, axes: tuple[str, ...], own: bool) -> Group:
         mine = self.ranks(axes)
         handle = None
         if len(mine) > 1:
             # new_group is collective over the world: every family of ranks is made by every rank.
             families = sorted({self.ranks(axes, dict(zip(AXES, p, strict=True))) for p in self._points()})
             for family in families:
-                made = dist.new_group(list(family)) if len(family) < self.world else dist.group.WORLD
+                made = dist.new_group(list(family)) if own or len(family) < self.world else dist.group.WORLD
                 if family == mine:
                     handle = made
         return Group(axes, mine, mine.index(self.rank), handle)

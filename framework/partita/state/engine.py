@@ -15,7 +15,7 @@ units before it compute. Reductions are issued in one fixed order on all ranks, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +27,15 @@ from partita.plan.plan import AXES, GRADIENT_AXES, Plan
 from partita.runtime.collectives import Collectives, make_collectives
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
+from partita.state.copies import Copies
 from partita.state.layout import Segment, build_layout, dtype_of
 from partita.state.optimizers import Rule, Update
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
-from partita.state.units import ROOT, Binding, bind_parameters, find_units
+from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
 
 Source = Callable[[str, tuple[int, ...]], torch.Tensor]
+Gradient = torch.Tensor | Callable[[], torch.Tensor]  # or what computes it
 
 
 class Unit:
@@ -44,6 +46,7 @@ class Unit:
         self.trainable = [b for b in buckets if b.layout.trainable]
         self.expected = sum(len(b.layout.segments) for b in self.trainable)
         self.arrived = 0
+        self.held = 0  # reasons to keep the weights whole
 
     def gather(self) -> None:
         """Start gathering what is not whole."""
@@ -56,9 +59,19 @@ class Unit:
             bucket.wait_gathered()
 
     def free(self) -> None:
-        """Keep only this rank's shard, where the placement says so."""
-        for bucket in self.buckets:
-            bucket.free()
+        """Keep only this rank's shard, where the placement says so and nobody holds the unit."""
+        if not self.held:
+            for bucket in self.buckets:
+                bucket.free()
+
+    def hold(self) -> None:
+        """Keep the weights whole, once they are gathered, until as many calls of `release`."""
+        self.held += 1
+
+    def release(self) -> None:
+        """The counterpart of `hold`; the last one frees."""
+        self.held -= 1
+        self.free()
 
 
 class StateEngine:
@@ -81,6 +94,7 @@ class StateEngine:
     ) -> None:
         self.model, self.plan, self.mesh, self.rule = model, plan, mesh, rule
         self.device = mesh.device
+        self.stages: Stages | None = getattr(model, "partita_stages", None)
         self.bindings = bind_parameters(model)
         self._refuse_odd_dtypes()
         self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
@@ -91,14 +105,18 @@ class StateEngine:
         for partial in ((), ("tensor",)):
             self._groups((), partial)
         self._everyone = mesh.group(AXES)
+        self._copies = Copies(self.stages, mesh)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
-        self._in_backward = self._last = False
-        self._reduces = False
+        self._in_backward = False
+        self._kept: Unit | None = None  # a unit that stays whole for the next micro-batch
+        self._order: Sequence[Unit] = ()  # to be reduced by the backward under way
+        self._due: Mapping[Unit, bool] = {}
         self._issue = 0
+        self._stash: list[tuple[nn.Parameter, Gradient]] | None = None
         self._pending: list[Unit] = []
         self._scale = torch.zeros((), dtype=torch.float32, device=self.device)
-        self._keep_all = 0
+        self._keep_all = self._micro = 0
 
     # ------------------------------------------------------------------ building
 
@@ -138,12 +156,14 @@ class StateEngine:
             buckets.setdefault(layout.unit, []).append(bucket)
         self._materialize_buffers()
         blocks = [Unit(name, module, buckets.get(name, [])) for name, module in find_units(self.model)]
-        self.root = Unit(ROOT, self.model, buckets.get(ROOT, []))
+        outside = [b for name, found in buckets.items() if name == ROOT or name.startswith(SHARED) for b in found]
+        self.root = Unit(ROOT, self.model, outside)
         self.blocks = blocks
         self.units = [*blocks, self.root]
         self.buckets = [b for u in self.units for b in u.buckets]
         self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
         self._updates = self._build_updates()
+        self._next, self._previous = self._neighbours()
         self._place = {s.name: (b, i) for b in self.buckets for i, s in enumerate(b.layout.segments)}
         self._install_hooks()
 
@@ -193,17 +213,28 @@ class StateEngine:
             )
         return out
 
+    def _neighbours(self) -> tuple[list[list[Unit]], list[list[Unit]]]:
+        """For each block those to gather ahead in forward and in backward: of its own stage only."""
+        by_name = {unit.name: unit for unit in self.blocks}
+        stages = [[by_name[name] for name in stage] for stage in self.stages.blocks] if self.stages else [self.blocks]
+        following = [stage[i + 1 : i + 1 + self._prefetch] for stage in stages for i in range(len(stage))]
+        previous = [stage[max(0, i - self._prefetch) : i][::-1] for stage in stages for i in range(len(stage))]
+        return following, previous
+
     def _install_hooks(self) -> None:
         if any(b.groups.shard.size > 1 for b in self.buckets):
-            self.model.register_forward_pre_hook(self._before_model)
-            self.model.register_forward_hook(self._after_model)
+            if self.stages is None:  # else an executor runs parts of the model, and asks for the root itself
+                self.model.register_forward_pre_hook(self._before_model)
+                self.model.register_forward_hook(self._after_model)
             for i, unit in enumerate(self.blocks):
                 unit.module.register_forward_pre_hook(lambda _m, _a, i=i: self._before_forward(i))
                 unit.module.register_forward_hook(lambda _m, _a, out, i=i: self._after_forward(i, out))
+        self._slots: dict[nn.Parameter, tuple[Unit, Bucket, int]] = {}
         for unit in self.units:
             for bucket in unit.trainable:
                 for k, parameter in enumerate(bucket.parameters):
                     assert parameter is not None
+                    self._slots[parameter] = (unit, bucket, k)
                     parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
 
     # ------------------------------------------------------------------ forward
@@ -220,21 +251,21 @@ class StateEngine:
                 unit.free()
 
     def _before_forward(self, i: int) -> None:
-        for ahead in self.blocks[i + 1 : i + 1 + self._prefetch]:
+        for ahead in self._next[i]:
             ahead.gather()
         self.blocks[i].wait_gathered()
 
     def _after_forward(self, i: int, output: Any) -> None:
-        unit = self.blocks[i]
-        if not self._in_backward and not self._keep_all and (i + 1 < len(self.blocks) or not torch.is_grad_enabled()):
-            unit.free()
+        needed_next = self.stages is None and i + 1 == len(self.blocks) and torch.is_grad_enabled()
+        if not self._in_backward and not self._keep_all and not needed_next:
+            self.blocks[i].free()
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _g, i=i: self._before_backward(i))
 
     def _before_backward(self, i: int) -> None:
-        for ahead in reversed(self.blocks[max(0, i - self._prefetch) : i]):
+        for ahead in self._previous[i]:
             ahead.gather()
         self.blocks[i].wait_gathered()
 
@@ -242,44 +273,98 @@ class StateEngine:
 
     def begin_step(self) -> None:
         """Before the first micro-batch of an update."""
+        self._micro = 0
         for unit in self.units:
             for bucket in unit.trainable:
                 bucket.begin_step()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Backward of one micro-batch. `loss` (0-d) is this micro-batch's share of the global mean; `last`: of this update."""
-        self._last = last
-        self._reduces = last or bool(self.layout.placement.gradients)
-        self._issue = 0
-        for unit in self.units:
-            unit.arrived = 0
+        self._micro += 1
+        reduces = last or (self.cuts_gradients and self._micro % self.plan.schedule.reduce_every == 0)
         self.root.wait_gathered()  # an evaluation may have freed it since the forward
+        self._kept = self.blocks[0] if self.blocks and not last else None
+        with self.backward_of(self.units, dict.fromkeys(self.units, last) if reduces else {}):
+            self.scaler.scale(loss).backward()
+        self._kept = None
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether gradients are reduced before the last micro-batch, so that each rank keeps its shard only."""
+        return bool(self.layout.placement.gradients)
+
+    @contextmanager
+    def backward_of(self, units: Sequence[Unit], due: Mapping[Unit, bool]) -> Iterator[None]:
+        """Run the backward of `units` inside. Ranks that cut their states together run the same backwards in the same order.
+
+        due: units whose gradients are reduced as soon as they are complete, at the end at the latest -> whether these are their last
+        of this update. The gradients of other units stay whole.
+        """
+        for unit in units:
+            unit.arrived = 0
+        self._order, self._due = [u for u in self._reduce_order if u in due], due
+        self._issue = 0
         self._in_backward = True
         try:
-            self.scaler.scale(loss).backward()
+            yield
         finally:
             self._in_backward = False
-        self._end_backward()
+        self._issue_ready()
+        while self._pending:
+            self._finish(self._pending.pop(0))
+        self._order = ()
+        for unit in units:
+            self._free_used(unit)
+
+    @contextmanager
+    def stashed(self, stash: list[tuple[nn.Parameter, Gradient]]) -> Iterator[None]:
+        """Gradients that arrive inside are put into `stash`, for `collect`."""
+        self._stash = stash
+        try:
+            yield
+        finally:
+            self._stash = None
+
+    def collect(self, stash: list[tuple[nn.Parameter, Gradient]], due: Mapping[Unit, bool]) -> None:
+        """Compute what is left to compute in `stash` and add it to the buckets, unit by unit; those of `due` are then reduced."""
+        by_unit: dict[Unit, list[tuple[Bucket, int, Gradient]]] = {}
+        for parameter, gradient in stash:
+            unit, bucket, segment = self._slots[parameter]
+            by_unit.setdefault(unit, []).append((bucket, segment, gradient))
+        stash.clear()
+        ordered = [u for u in self._reduce_order if u in by_unit or u in due]
+        with self.backward_of(ordered, due):
+            for unit in ordered:
+                for bucket, segment, gradient in by_unit.pop(unit, ()):
+                    bucket.collect(segment, gradient if isinstance(gradient, torch.Tensor) else gradient())
+                unit.arrived = unit.expected
+                self._issue_ready()
 
     def _arrived(self, unit: Unit, bucket: Bucket, segment: int, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        bucket.collect(segment, parameter.grad)
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self._stash is not None:
+            self._stash.append((parameter, gradient))
+            return
+        bucket.collect(segment, gradient)
         unit.arrived += 1
         if unit.arrived == unit.expected:
-            if unit is not self.root and not (unit is self.blocks[0] and not self._last) and not self._keep_all:
-                unit.free()
+            self._free_used(unit)
             self._issue_ready()
+
+    def _free_used(self, unit: Unit) -> None:
+        if unit is not self.root and unit is not self._kept and not self._keep_all:
+            unit.free()
 
     def _issue_ready(self) -> None:
         """Start reductions in the fixed order, as far as units are complete; at most two are under way."""
-        while self._reduces and self._issue < len(self._reduce_order):
-            unit = self._reduce_order[self._issue]
+        while self._issue < len(self._order):
+            unit = self._order[self._issue]
             if unit.arrived < unit.expected and self._in_backward:
                 return
             self._issue += 1
             for bucket in unit.trainable:
-                if self._last or bucket.groups.shard.size > 1:  # what is summed in place must be summed once
+                if self._due[unit] or bucket.groups.shard.size > 1:  # what is summed in place must be summed once
                     bucket.reduce()
             self._pending.append(unit)
             while len(self._pending) > 1:
@@ -288,14 +373,6 @@ class StateEngine:
     def _finish(self, unit: Unit) -> None:
         for bucket in unit.trainable:
             bucket.wait_reduced()
-
-    def _end_backward(self) -> None:
-        self._issue_ready()
-        while self._pending:
-            self._finish(self._pending.pop(0))
-        for unit in self.blocks:
-            if not (unit is self.blocks[0] and not self._last) and not self._keep_all:
-                unit.free()
 
     # ------------------------------------------------------------------ update
 
@@ -307,7 +384,9 @@ class StateEngine:
         trainable = [b for u in self._reduce_order for b in u.trainable]
         for work in [b.reduce_replicas() for b in trainable if b.groups.shard.size > 1 and b.groups.replicas.size > 1]:
             work.wait()
-        packed = torch.cat([self._square(trainable, extra.dtype), extra.to(self.device)])
+        for bucket in trainable:
+            self._copies.sum(bucket)
+        packed = torch.cat([self._square([b for b in trainable if self._copies.owns(b)], extra.dtype), extra.to(self.device)])
         self._collectives.all_reduce(packed, self._everyone).wait()
         values = packed.tolist()
         norm = values[0] ** 0.5 if values[0] >= 0 else float("nan")
@@ -409,14 +488,18 @@ class StateEngine:
         """This rank's part of all states: parts of all ranks are disjoint and cover each state once."""
         out: list[StateSlice] = []
         for bucket in self.buckets:
+            if not self._copies.owns(bucket):
+                continue
             copy, copies = bucket.groups.copy, bucket.groups.copies  # they share the work of saving
             for s, lo, hi in bucket.layout.owned(bucket.index):
                 a = lo + (hi - lo) * copy // copies
                 b = lo + (hi - lo) * (copy + 1) // copies
                 if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
                     out += self._slices(bucket, s, a, b)
-        if self.mesh.rank == 0:
+        if not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline"):
             for name, tensor in self._saved_buffers():
+                if self.stages is not None and name not in self.stages.buffers:
+                    continue
                 out.append(
                     StateSlice(
                         f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().reshape(-1)

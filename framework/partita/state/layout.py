@@ -181,7 +181,7 @@ class StateLayout:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the whole-bucket gradient buffer: what is only passed on can stay in the compute dtype."""
-        kept_whole = not self.placement.optimizer or (self.accumulates and not self.placement.gradients)
+        kept_whole = not self.placement.optimizer or self.accumulates
         return dtype_of(self.precision.gradient if kept_whole else self.precision.compute)
 
     def placement_of(self, bucket: BucketLayout) -> Placement:
@@ -219,8 +219,9 @@ def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: An
     shards = plan.layout.size(plan.placement.optimizer)
     cut = plan.placement.optimizer
     buckets = build_buckets(spec.parameters, index, lambda axes: plan.layout.size(tuple(a for a in cut if a not in axes)))
-    accumulates = plan.schedule.micro_batches > 1
     placement = plan.placement if shards > 1 else Placement()  # cut in one part is not cut
+    several = plan.schedule.reduce_every > 1 or not placement.gradients
+    accumulates = plan.schedule.micro_batches > 1 and several
     return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -10,6 +11,22 @@ from partita.errors import PartitaError
 from partita.state.parts import Part, declared
 
 ROOT = "root"  # unit of everything that is in no block
+SHARED = "shared:"  # begins the unit of a parameter of which another rank of the pipeline holds a copy; it has one for itself
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rank of a pipeline has of a model: attribute `partita_stages` of the module that is left.
+
+    blocks: names of the blocks of each of its stages, in order. names: parameter as it is called here -> as the whole model calls
+    it, where they differ. shared: parameters with copies -> ranks of the pipeline axis that hold one; the first one owns it.
+    buffers: those that this rank saves.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,9 @@ class Binding:
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The units of a model but the root, in order: `model.partita_units()` if it has that, else the members of its largest ModuleList."""
+    stages: Stages | None = getattr(model, "partita_stages", None)
+    if stages is not None:
+        return [(name, model.get_submodule(name)) for stage in stages.blocks for name in stage]
     declared = getattr(model, "partita_units", None)
     if declared is not None:
         return list(declared())
@@ -37,7 +57,8 @@ def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def bind_parameters(model: nn.Module) -> list[Binding]:
-    """All parameters, tied ones once. A parameter shared between units belongs to the root."""
+    """All parameters, tied ones once. A parameter that units share belongs to the root; one that ranks share, to a unit of its own."""
+    stages: Stages = getattr(model, "partita_stages", None) or Stages(())
     unit_of_module = {id(m): unit for unit, block in find_units(model) for m in block.modules()}
     found: dict[int, tuple[nn.Parameter, list[tuple[str, nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
@@ -49,7 +70,8 @@ def bind_parameters(model: nn.Module) -> list[Binding]:
     for parameter, uses in found.values():
         units = {unit_of_module.get(id(module), ROOT) for _, module, _ in uses}
         unit = units.pop() if len(units) == 1 else ROOT
-        names = tuple(name for name, _, _ in uses)
+        names = tuple(stages.names.get(name, name) for name, _, _ in uses)
+        unit = SHARED + names[0] if names[0] in stages.shared else unit
         holders = tuple((m, a) for _, m, a in uses)
         bindings.append(Binding(names[0], parameter, holders, names[1:], unit, _part(names[0], parameter, holders)))
     return bindings
