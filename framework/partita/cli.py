@@ -70,7 +70,7 @@ def plan_job(config: Any, info: JobInfo) -> dict[str, Any]:
 
     planned = make_plan(config, registry_for(tuple(config.plugins.block)))
     if joined_rank() in (None, 0):
-        print_plan(planned)
+        print_plan(planned, problems=False)  # they follow, as the error
         sys.stdout.flush()
     planned.raise_problems()
     return {}

@@ -1,7 +1,8 @@
 """Lays the ranks out on a mesh, and works a global batch through it."""
 
 from partita_parallel.config import ParallelConfig
-from partita_parallel.strategy import partita_check, partita_config, partita_decide, partita_estimate
+from partita_parallel.estimate import partita_estimate
+from partita_parallel.strategy import partita_check, partita_config, partita_decide
 
 partita_api = 1
 

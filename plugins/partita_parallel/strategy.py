@@ -10,7 +10,7 @@ from partita.plan.draft import PlanDraft
 from partita.plan.plan import Layout, Plan, Schedule
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
-from partita.plugin.types import ConfigContribution, Cost
+from partita.plugin.types import ConfigContribution
 from partita_parallel.batch import solve_batch
 from partita_parallel.config import ParallelConfig
 from partita_parallel.degrees import as_count, read_degrees
@@ -121,31 +121,3 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         reason = f"{layout.expert} expert ranks fold over the data ranks, and {layout.data} can't be divided by {layout.expert}."
         problems.append(Problem("parallel.expert", reason, "Use a divisor of parallel.data."))
     return problems
-
-
-@hookimpl
-def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
-    """Bytes sent along the axes that cut the model; what the data axes send is the core's estimate."""
-    layout, schedule = plan.layout, plan.schedule
-    if layout.pipeline * layout.context * layout.tensor == 1:
-        return []
-    unit_input = draft.unit_input_bytes(plan)
-    blocks = -(-len(draft.model.blocks) // layout.pipeline)
-    costs = []
-    if layout.tensor > 1:
-        # two all-reduces forward, two backward (Shoeybi et al. 2019, section 3)
-        sent = 4 * 2 * (layout.tensor - 1) * unit_input // layout.tensor * blocks * schedule.micro_batches
-        costs.append(_link(draft, layout, "tensor", "activations over tensor", sent))
-    if layout.context > 1:
-        # keys and values once around the ring forward, with their gradients twice backward (Liu et al. 2023)
-        sent = 6 * (layout.context - 1) * unit_input * blocks * schedule.micro_batches
-        costs.append(_link(draft, layout, "context", "keys and values over context", sent))
-    if layout.pipeline > 1:
-        costs.append(_link(draft, layout, "pipeline", "activations between stages", 2 * unit_input * schedule.micro_batches))
-    return costs
-
-
-def _link(draft: PlanDraft, layout: Layout, axis: str, what: str, sent: int) -> Cost:
-    place = draft.cluster.link(layout, (axis,))
-    bandwidth = draft.cluster.bandwidth(place)
-    return Cost("communication", what, sent, place, sent / bandwidth if bandwidth else 0.0)

@@ -54,7 +54,7 @@ def partita_check(plan: Any, draft: Any) -> list[Problem]:
     """Values that are none of ours, and what is required but can't be had."""
     tracker, problems = draft.config.tracker, []
     if tracker.name not in NAMES:
-        problems.append(Problem("tracker.name", f"{tracker.name!r} is no tracker.", f"Use one of {', '.join(NAMES)}."))
+        return []  # the core asks whether anyone has it
     if tracker.mode not in MODES:
         problems.append(Problem("tracker.mode", f"{tracker.mode!r} is no mode.", f"Use one of {', '.join(MODES)}."))
     elif tracker.required and tracker.mode == "online" and effective_mode("online")[0] != "online":

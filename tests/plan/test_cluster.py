@@ -11,6 +11,7 @@ from partita.errors import ConfigError
 from partita.plan.cluster import Cluster, find_cluster, host_memory, joined_ranks
 from partita.plan.devices import DEVICES, device_row
 from partita.plan.plan import Layout
+from partita.plan.rates import LINK_SHARE
 
 
 def test_this_machine_has_flexible_ranks_without_accelerators():
@@ -29,7 +30,7 @@ def test_described_cluster_takes_the_table_and_overrides():
     cluster = find_cluster(config, LaunchConfig())
     assert (cluster.nodes, cluster.devices_per_node, cluster.ranks) == (4, 8, 32)
     assert cluster.memory == 100e9 and cluster.inter_bandwidth == 1e9
-    assert cluster.intra_bandwidth == DEVICES["mi300x"].intra
+    assert cluster.intra_bandwidth == DEVICES["mi300x"].intra * LINK_SHARE
     assert cluster.capacity(32) == 100e9
 
 

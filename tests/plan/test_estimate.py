@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from partita.plan.devices import HOP_INTER
 from partita.plan.memory import activation_bytes, layout_bytes, state_bytes, state_layouts
+from partita.plan.rates import MATMUL_SHARE
 
 
 def by_category(planned, exact: bool = True) -> dict[str, int]:
@@ -112,10 +114,13 @@ def test_links_and_seconds_on_a_described_cluster(plan_of):
     )
     costs = {c.what: c for c in planned.costs if c.category == "communication"}
     assert costs["gradients scattered"].place == "intra" and costs["gradients summed"].place == "inter"
-    assert costs["gradients summed"].seconds == pytest.approx(costs["gradients summed"].bytes / 25e9)
-    (arithmetic,) = [c for c in planned.costs if c.category == "compute"]
+    # two nodes: up and down a tree of one level for each of 5 units, and the bytes at the share of 200 Gb/s that collectives reach
+    assert costs["gradients summed"].seconds == pytest.approx(
+        5 * 2 * HOP_INTER + costs["gradients summed"].bytes / 20e9, rel=1e-3
+    )
+    matrices = next(c for c in planned.costs if c.what == "matrix products")
     flops = planned.model.flops_per_token(32) * 16 * 32
-    assert arithmetic.seconds == pytest.approx(flops / (8 * 312e12 * 0.4))
+    assert matrices.seconds == pytest.approx(flops / (8 * 312e12 * MATMUL_SHARE))
 
 
 def test_pipeline_bubble_and_tensor_traffic_are_shown(plan_of):

@@ -57,6 +57,10 @@ POSITIVE = (
     "cluster.flops",
     "cluster.intra_bandwidth",
     "cluster.inter_bandwidth",
+    "cluster.intra_latency",
+    "cluster.inter_latency",
+    "cluster.memory_bandwidth",
+    "cluster.host_bandwidth",
     "cluster.file_bandwidth",
 )
 SHARES = {  # key -> whether 1 itself is allowed
@@ -148,6 +152,7 @@ def _choices(value: Any, known: Any) -> str:
 
 def _names(config: Any, slots: Mapping[str, Mapping[str, str]]) -> Iterator[Problem]:
     """Names that a plug-in must provide."""
+    yield from _tracker(config, slots.get("tracker", {}))
     for key, slot in SLOTS.items():
         value, known = _get(config, key), slots.get(slot)
         if known and value not in known and not (key == "train.loss" and value == "auto"):
@@ -157,6 +162,13 @@ def _names(config: Any, slots: Mapping[str, Mapping[str, str]]) -> Iterator[Prob
         yield Problem(
             "data.tokenizer", f"{tokenizer!r} is neither a known tokenizer nor a path that exists", _choices(tokenizer, known)
         )
+
+
+def _tracker(config: Any, known: Mapping[str, str]) -> Iterator[Problem]:
+    """Each tracker brings names to one slot; the node is a plug-in's, and may not be there."""
+    name = getattr(getattr(config, "tracker", None), "name", None)
+    if known and isinstance(name, str) and name not in known:
+        yield Problem("tracker.name", f"no plug-in provides the tracker {name!r}", _choices(name, known))
 
 
 # ------------------------------------------------------------------ what must fit together

@@ -159,8 +159,12 @@ class ClusterConfig:
     memory: float | None = None  # bytes of one device
     host_memory: float | None = None  # bytes of one node
     flops: float | None = None  # dense bf16 FLOP/s of one device
-    intra_bandwidth: float | None = None  # bytes/s of one device inside a node, one direction
-    inter_bandwidth: float | None = None  # bytes/s of one device between nodes, one direction
+    intra_bandwidth: float | None = None  # bytes/s of one device inside a node, one direction, as collectives reach it
+    inter_bandwidth: float | None = None  # bytes/s of one device between nodes, one direction, as collectives reach it
+    intra_latency: float | None = None  # seconds of one hop inside a node
+    inter_latency: float | None = None  # seconds of one hop between nodes
+    memory_bandwidth: float | None = None  # bytes/s of one device's own memory
+    host_bandwidth: float | None = None  # bytes/s between one device and the host's memory, one direction
     file_bandwidth: float | None = None  # bytes/s of one node's disk
 
 

@@ -234,7 +234,7 @@ def make_synthetic(config: Any, tokenizer: Tokenizer, split: str) -> Corpus:
     if config.data.path is not None:
         raise ConfigError("data.path: data.name=synthetic reads no path\n    -> leave data.path out")
     total, length = int(config.data.limit or SYNTHETIC_TOKENS), 64
-    words = max(1, min(vocab_size(config), tokenizer.vocab_size) - len(tokenizer.special))
+    words = max(1, min(vocab_size(config, tokenizer.vocab_size), tokenizer.vocab_size) - len(tokenizer.special))
     rows = grid(key("synthetic", config.seed), np.arange(-(-total // length), dtype=np.int64), 2)
     first, stride = rows[:, :1] % np.uint64(words), rows[:, 1:] % np.uint64(4) + np.uint64(1)
     tokens = (first + stride * np.arange(length, dtype=np.uint64)) % np.uint64(words)

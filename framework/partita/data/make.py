@@ -49,7 +49,7 @@ def make_data(
 
 
 def _cutter(config: Any, tokenizer: Tokenizer, corpus: CorpusBuilder, split: str, objective: str) -> Cutter:
-    vocab = vocab_size(config)
+    vocab = vocab_size(config, tokenizer.vocab_size)
     masking = make_masking(config.data.mask, tokenizer, config.seed, split, vocab) if objective == MASKED else None
     return Cutter(
         corpus=corpus(config, tokenizer, split),

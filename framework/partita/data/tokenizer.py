@@ -246,9 +246,23 @@ def make_tokenizer(config: Any) -> Tokenizer:
 # ------------------------------------------------------------------ vocabulary
 
 
-def vocab_size(config: Any) -> int:
+def stated_size(config: Any, registry: Any) -> int | None:
+    """Vocabulary size of a plug-in's tokenizer: what its builder states in its attribute `vocab_size(config)`, else of the one built.
+
+    None where `data.tokenizer` is a built-in name or a path, whose sizes `vocab_size` knows.
+    """
+    name = config.data.tokenizer
+    if name in NAMES or name not in registry.slots().get("tokenizer", {}):
+        return None
+    builder = registry.provide("tokenizer", name)
+    stated = getattr(builder, "vocab_size", None)
+    return int(stated(config) if callable(stated) else builder(config).vocab_size)
+
+
+def vocab_size(config: Any, own: int | None = None) -> int:
     """Entries of the model's vocabulary, without training a tokenizer: `model.vocab`, else the size of the tokenizer.
 
+    own: the tokenizer's size, where the caller knows it (`stated_size`; a tokenizer that is built).
     Raises ConfigError where `model.vocab` is smaller than the tokenizer of a text corpus, or a size is out of range.
     """
     asked = config.model.vocab
@@ -257,7 +271,7 @@ def vocab_size(config: Any) -> int:
     # The ids of token files are not the tokenizer's doing; they are checked when read.
     if asked is not None and config.data.name in ("tokens", "synthetic"):
         return int(asked)
-    own = _tokenizer_size(config)
+    own = own or _tokenizer_size(config)
     if asked is not None and asked < own:
         raise ConfigError(
             f"model.vocab: {asked} entries, but data.tokenizer={config.data.tokenizer} has {own}\n"

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from partita.errors import ConfigError, did_you_mean
-from partita.plan.devices import DEVICES, device_row
+from partita.plan import rates as reached
+from partita.plan.devices import DEVICES, HOP_INTER, HOP_INTRA, DeviceSpec, device_row
 from partita.plan.plan import AXES, Layout
+from partita.plan.rates import Rates
+
+# fields that a config may write out, all numbers
+WRITTEN = (
+    "memory",
+    "host_memory",
+    "intra_bandwidth",
+    "inter_bandwidth",
+    "intra_latency",
+    "inter_latency",
+    "memory_bandwidth",
+    "host_bandwidth",
+    "file_bandwidth",
+)
 
 
 @dataclass(frozen=True)
@@ -18,8 +33,9 @@ class Cluster:
     """nodes x devices_per_node devices.
 
     device: row of the device table, or what the driver reports. memory: bytes of one device; None on a CPU, where ranks share
-    host_memory (bytes of one node). flops: FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of one
-    device, one direction.
+    host_memory (bytes of one node). flops: peak FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of
+    one device, one direction: inside a node, between nodes, to its own memory, to the host's; file: of one node. Latencies: seconds
+    of one hop. rates: what one device reaches, or all cores of a node together (partita.plan.rates).
     ranks: processes; None means flexible: as many as the layout asks for. ranks_from: where that number comes from.
     """
 
@@ -32,11 +48,20 @@ class Cluster:
     flops: Mapping[str, float] = field(default_factory=dict)
     intra_bandwidth: float | None = None
     inter_bandwidth: float | None = None
+    intra_latency: float = 0.0
+    inter_latency: float = 0.0
+    memory_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     file_bandwidth: float | None = None
     ranks: int | None = None
     ranks_from: str = ""
     cores: int = 1
     described: bool = False
+    rates: Rates = field(default_factory=Rates)
+
+    def share(self, world: int) -> float:
+        """Share of `rates` that one of `world` ranks gets while all of them work: CPU ranks of a node share its cores."""
+        return 1.0 if self.accelerator else 1 / max(1, -(-world // self.nodes))
 
     def link(self, layout: Layout, axes: tuple[str, ...]) -> str:
         """`intra` if ranks that differ only along `axes` share a node, else `inter`. Inner axes are neighbours in a node."""
@@ -74,14 +99,14 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
     """
     described = any(getattr(config, name) is not None for name in ("nodes", "devices_per_node", "device"))
     base = _describe(config) if described else _find()
-    values = {
-        name: getattr(config, name) for name in ("memory", "host_memory", "intra_bandwidth", "inter_bandwidth", "file_bandwidth")
-    }
-    values = {name: value for name, value in values.items() if value is not None}
+    ranks, source = _ranks(base, launch)
+    values: dict[str, Any] = {name: getattr(config, name) for name in WRITTEN if getattr(config, name) is not None}
     if config.flops is not None:
         values["flops"] = {"bfloat16": config.flops, "float16": config.flops}
-    ranks, source = _ranks(base, launch)
-    return Cluster(**{**base.__dict__, **values, "ranks": ranks, "ranks_from": source})
+        values["rates"] = reached.tabled(values["flops"], base.memory_bandwidth)
+    if config.memory_bandwidth is not None:
+        values["rates"] = replace(values.get("rates", base.rates), memory=config.memory_bandwidth * reached.MEMORY_SHARE)
+    return replace(base, **values, ranks=ranks, ranks_from=source)
 
 
 def _describe(config: Any) -> Cluster:
@@ -105,12 +130,37 @@ def _describe(config: Any) -> Cluster:
         accelerator=not is_cpu,
         memory=spec.memory,
         host_memory=spec.host_memory or (here.host_memory if is_cpu else None),
-        flops=dict(spec.flops),
-        intra_bandwidth=spec.intra,
-        inter_bandwidth=spec.inter,
         cores=here.cores,
         described=True,
+        **(_cpu(here.cores) if is_cpu else _accelerator(spec)),
     )
+
+
+def _accelerator(spec: DeviceSpec) -> dict[str, Any]:
+    """Rates of a row of the table; of links, the share that collectives reach."""
+    return {
+        "flops": dict(spec.flops),
+        "intra_bandwidth": spec.intra and spec.intra * reached.LINK_SHARE,
+        "inter_bandwidth": spec.inter and spec.inter * reached.LINK_SHARE,
+        "intra_latency": HOP_INTRA,
+        "inter_latency": HOP_INTER,
+        "memory_bandwidth": spec.memory_bandwidth,
+        "host_bandwidth": spec.host and spec.host * reached.LINK_SHARE,
+        "rates": reached.tabled(spec.flops, spec.memory_bandwidth),
+    }
+
+
+def _cpu(cores: int) -> dict[str, Any]:
+    """Guesses for a machine without accelerators, until it is measured."""
+    bandwidth, latency = reached.LOOPBACK
+    return {
+        "intra_bandwidth": bandwidth,
+        "inter_bandwidth": bandwidth,
+        "intra_latency": latency,
+        "inter_latency": latency,
+        "memory_bandwidth": reached.HOST_MEMORY,
+        "rates": reached.guessed(cores),
+    }
 
 
 def _find() -> Cluster:
@@ -118,7 +168,7 @@ def _find() -> Cluster:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    host = Cluster(cores=cores, host_memory=host_memory())
+    host = Cluster(cores=cores, host_memory=host_memory(), **_cpu(cores))
     if not torch.accelerator.is_available():
         return host
     kind = torch.accelerator.current_accelerator()
@@ -133,10 +183,8 @@ def _find() -> Cluster:
         accelerator=True,
         memory=getattr(properties, "total_memory", None) or row.memory,
         host_memory=host.host_memory,
-        flops=dict(row.flops),
-        intra_bandwidth=row.intra,
-        inter_bandwidth=row.inter,
         cores=cores,
+        **_accelerator(row),
     )
 
 

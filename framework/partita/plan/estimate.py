@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 
 from partita.plan.draft import PlanDraft
+from partita.plan.links import message
 from partita.plan.memory import activation_bytes, state_bytes, working_bytes
 from partita.plan.plan import GRADIENT_AXES, Plan, Wire
+from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
 from partita.state.layout import size_of
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "working")
-# Share of the peak that large dense training reaches (Narayanan et al. 2021, table 1: 44 to 52 %; Llama 3: 38 to 43 %).
-EFFICIENCY = 0.4
 
 
-def estimate_plan(draft: PlanDraft, plan: Plan) -> list[Cost]:
-    """All costs that the core knows of, on the fullest rank and for one step."""
-    return [*memory_costs(draft, plan), *communication_costs(draft, plan), *compute_costs(draft, plan)]
+def estimate_plan(draft: PlanDraft, plan: Plan, added: Iterable[Cost] = ()) -> list[Cost]:
+    """All costs on the fullest rank and for one step: those that the core knows of, and those `added` by plug-ins."""
+    costs = [*memory_costs(draft, plan), *communication_costs(draft, plan), *added, *compute_costs(draft, plan)]
+    return [*costs, *waiting_cost(draft, plan, costs)]
 
 
 # ------------------------------------------------------------------ memory
@@ -59,30 +62,36 @@ def memory_total(costs: Iterable[Cost], place: str = "accelerator") -> int:
 
 
 def communication_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
-    """What the data axes send in one step from one rank, by rings: (n - 1) / n of the data for a gather or scatter."""
+    """What the data axes send in one step: each bucket once for each reduction or gather, by rings."""
     layout, placement, schedule = plan.layout, plan.placement, plan.schedule
     share = layout.pipeline * layout.tensor
     weights = draft.model.numel * size_of(plan.precision.compute) // share
     gradients = draft.model.trainable * _wire_size(plan.collectives.gradient_reduce, plan.precision.reduce) // share
     cut, rest = placement.optimizer, tuple(a for a in GRADIENT_AXES if a not in placement.optimizer)
-    width = layout.size(cut)
-    times = schedule.micro_batches if placement.gradients else 1
-    costs = [
-        _sent(draft, plan, cut, "gradients scattered", _ring(gradients, width) * times),
-        _sent(draft, plan, rest, "gradients summed", 2 * _ring(gradients // width, layout.size(rest))),
-    ]
     stored = layout.size(placement.parameters)
-    if stored > 1:
-        costs.append(
-            _sent(draft, plan, placement.parameters, "weights gathered", 2 * schedule.micro_batches * _ring(weights, stored))
-        )
+    times = schedule.micro_batches if placement.gradients else 1
+    # a reduction runs beside backward: of the last micro-batch, or of each where gradients are cut
+    behind = 2 / 3 if placement.gradients else 2 / 3 / schedule.micro_batches
+    width = layout.size(cut)
+    sent = partial(_in_buckets, draft, plan)
     wider = tuple(a for a in cut if a not in placement.parameters)
-    costs.append(_sent(draft, plan, wider, "weights after the update", _ring(weights // stored, layout.size(wider))))
+    costs = [
+        sent(cut, "gradients scattered", gradients, "scatter", times, behind),
+        sent(rest, "gradients summed", gradients // width, "sum", 1, behind),
+        sent(placement.parameters, "weights gathered", weights, "gather", 2 * schedule.micro_batches, 1.0),
+        sent(wider, "weights after the update", weights // stored, "gather", 1, 0.0),
+    ]
     return [c for c in costs if c.bytes]
 
 
-def _ring(size: int, ranks: int) -> int:
-    return size * (ranks - 1) // ranks
+def _in_buckets(
+    draft: PlanDraft, plan: Plan, axes: tuple[str, ...], what: str, data: int, operation: str, times: int, overlap: float
+) -> Cost:
+    """One message for each unit of a stage: latency counts for each."""
+    buckets = max(1, len(draft.model.units) // plan.layout.pipeline)
+    return message(
+        draft.cluster, plan.layout, axes, what, data / buckets, operation, times=times * buckets, overlap=min(1.0, overlap)
+    )
 
 
 def _wire_size(wire: Wire, native: str) -> int:
@@ -91,13 +100,7 @@ def _wire_size(wire: Wire, native: str) -> int:
     return 1 if name in ("int8", "onebit") else size_of(name)
 
 
-def _sent(draft: PlanDraft, plan: Plan, axes: Sequence[str], what: str, size: int) -> Cost:
-    place = draft.cluster.link(plan.layout, tuple(axes))
-    bandwidth = draft.cluster.bandwidth(place)
-    return Cost("communication", what, size, place, size / bandwidth if bandwidth else 0.0)
-
-
-# ------------------------------------------------------------------ compute
+# ------------------------------------------------------------------ the whole step
 
 
 def model_flops(draft: PlanDraft, plan: Plan) -> float:
@@ -106,16 +109,20 @@ def model_flops(draft: PlanDraft, plan: Plan) -> float:
     return draft.model.flops_per_token(sequence) * plan.schedule.global_batch * sequence
 
 
-def compute_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
-    """Seconds of arithmetic where the device's rate is known, and of stages that wait."""
-    rate = draft.cluster.flops.get(plan.precision.compute)
-    if not rate:
-        return []
-    full = sum(plan.activations.of(u) == "full" for u in draft.model.blocks)
-    again = 1 + full / max(1, len(draft.model.blocks)) / 3  # one more forward is a third of forward and backward
-    seconds = model_flops(draft, plan) * again / (plan.layout.world * rate * EFFICIENCY)
-    costs = [Cost("compute", f"arithmetic at {EFFICIENCY:.0%} of peak", seconds=seconds)]
-    if plan.layout.pipeline > 1:
-        bubble = (plan.layout.pipeline - 1) / plan.schedule.micro_batches
-        costs.append(Cost("compute", f"pipeline bubble, {bubble:.1%}", seconds=seconds * bubble))
-    return costs
+@dataclass(frozen=True)
+class Speed:
+    """What a plan is predicted to reach: seconds of a step, tokens/s of all ranks, and MFU where the peak is known."""
+
+    seconds: float
+    tokens: float
+    mfu: float | None
+
+
+def speed(draft: PlanDraft, plan: Plan, costs: list[Cost]) -> Speed | None:
+    """The speed that costs come to; None where rates are not known."""
+    total = step_seconds(costs, draft.cluster.accelerator)
+    if not total or not any(c.category == "compute" for c in costs):
+        return None
+    peak = draft.cluster.flops.get(plan.precision.compute)
+    mfu = model_flops(draft, plan) / (total * plan.layout.world * peak) if peak else None
+    return Speed(total, plan.schedule.global_batch * draft.config.data.sequence / total, mfu)

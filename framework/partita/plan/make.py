@@ -71,7 +71,7 @@ def make_plan(config: Any, registry: Any) -> Planned:
     registry.decide(draft)
     plan = draft.freeze()
     problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES)]
-    costs = [*estimate_plan(draft, plan), *registry.estimate(plan, draft)]
+    costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
     traced = trace(draft, plan)
     if traced.reason:
@@ -81,12 +81,13 @@ def make_plan(config: Any, registry: Any) -> Planned:
 
 def build_on_meta(config: Any, registry: Any) -> torch.nn.Module:
     """The model without memory. Sizes that the builder refuses become a ConfigError that names the node."""
-    from partita.data.tokenizer import vocab_size
+    from partita.data.tokenizer import stated_size, vocab_size
 
     builder = registry.provide("model", config.model.name)
+    vocab = vocab_size(config, stated_size(config, registry))
     try:
         with torch.device("meta"):
-            module: torch.nn.Module = builder(config, vocab_size(config))
+            module: torch.nn.Module = builder(config, vocab)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"model: {config.model.name!r} can't be built: {error}\n    -> Change the sizes under model.*."

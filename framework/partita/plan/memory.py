@@ -105,20 +105,25 @@ def activation_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
     layout, schedule = plan.layout, plan.schedule
     # the first stage has the most micro-batches on their way (1F1B)
     in_flight = min(layout.pipeline, schedule.micro_batches)
-    kept = max(sum(_kept(found.units, plan, u) for u in units) for units in stage_units(draft.model, layout))
-    kept += 0 if any(u.name == draft.model.root for u in draft.model.units) else _kept(found.units, plan, draft.model.root)
+    kept = max(sum(kept_bytes(found.units, plan, u) for u in units) for units in stage_units(draft.model, layout))
+    kept += 0 if any(u.name == draft.model.root for u in draft.model.units) else kept_bytes(found.units, plan, draft.model.root)
     total = {"kept for backward": kept * in_flight // layout.tensor}
     again = max((_again(found.units, plan, u) for u in draft.model.blocks), default=0)
     if again:
         total["recomputed, one block"] = again // layout.tensor
-    width = size_of(plan.precision.compute)
-    # logits and their gradient as computed, and log-probabilities (and a copy to make them from) in float32
-    per_logit = 2 * width + 4 + (4 if width < 4 else 0)
-    total["logits and loss"] = found.output_numel * per_logit // layout.tensor
+    total["logits and loss"] = logit_bytes(found, plan)
     return {name: size for name, size in total.items() if size}
 
 
-def _kept(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
+def logit_bytes(found: Trace, plan: Plan) -> int:
+    """Logits and their gradient as computed, and log-probabilities (and a copy to make them from) in float32."""
+    width = size_of(plan.precision.compute)
+    per_logit = 2 * width + 4 + (4 if width < 4 else 0)
+    return found.output_numel * per_logit // plan.layout.tensor
+
+
+def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
+    """What a unit keeps for backward of one micro-batch under the plan's recompute, before tensor parallelism."""
     unit = units.get(name, UnitActivations())
     match plan.activations.of(name):
         case "full" if unit.input:

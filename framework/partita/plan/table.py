@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from partita.plan.estimate import MEMORY, memory_total, model_flops
+from partita.plan.estimate import MEMORY, memory_total, model_flops, speed
 from partita.plan.make import Planned
 from partita.plan.memory import words
 from partita.plan.plan import AXES, Plan
@@ -19,8 +19,8 @@ from partita.plan.problems import render
 PLAIN_WIDTH = 130  # columns where no terminal says how many it has
 
 
-def print_plan(planned: Planned, console: Console | None = None) -> None:
-    """Print plan, estimates, differences and problems. Plain text without colour or boxes where the console is no terminal."""
+def print_plan(planned: Planned, console: Console | None = None, problems: bool = True) -> None:
+    """Print plan, estimates, differences and, unless someone else does, problems. Plain text where the console is no terminal."""
     out = console or Console()
     if not out.is_terminal:
         out = Console(file=out.file, width=max(out.width, PLAIN_WIDTH), no_color=True, highlight=False)
@@ -32,7 +32,7 @@ def print_plan(planned: Planned, console: Console | None = None) -> None:
     differences = [(x.key, str(x.asked), str(x.got), x.reason) for x in planned.manifest.differences()]
     if differences:
         _print_table(out, "Not as written", ("key", "asked", "in effect", "why"), differences)
-    if planned.problems:
+    if problems and planned.problems:
         count = len(planned.problems)
         out.print(Text(f"This plan can't be run: {count} problem{'s' if count > 1 else ''}", style="bold red"))
         out.print(Text(render(planned.problems)))
@@ -133,3 +133,8 @@ def _step(planned: Planned) -> Iterator[tuple[str, str, str, str, str]]:
             )
     flops = model_flops(planned.draft, planned.plan)
     yield "compute", "", "", f"{flops:.3g} FLOPs of the model", ""
+    reached = speed(planned.draft, planned.plan, planned.costs)
+    if reached:
+        mfu = f", MFU {reached.mfu:.1%}" if reached.mfu else ""
+        yield "predicted", "", f"{reached.seconds:.3g}", f"{count(reached.tokens)} tokens/s{mfu}", ""
+        yield "rates", "", "", planned.cluster.rates.source, ""

@@ -6,7 +6,8 @@ from __future__ import annotations
 SLOTS: dict[str, str] = {
     "model": "a function (config, vocab) -> torch.nn.Module, called under torch.device('meta')",
     "corpus": "a function (config, tokenizer, split) -> partita.data.corpus.Corpus; split is train or validation",
-    "tokenizer": "a function (config) -> an object with encode, encode_all, decode, vocab_size, eos, special, fingerprint",
+    "tokenizer": "a function (config) -> an object with encode, encode_all, decode, vocab_size, eos, special, fingerprint; its own "
+    "attribute vocab_size(config), if any, tells a plan the size without building",
     "optimizer": "a function (config.optimizer) -> partita.state.optimizers.Rule",
     "lr_schedule": "a function (config.lr_schedule, steps) -> a function of the update (from 1) -> factor on optimizer.lr",
     "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",

@@ -45,7 +45,9 @@ class Cost:
 
     category: parameters, gradients, optimizer, activations, buffers, communication, compute, or another word.
     what: words for the table. bytes: on the fullest rank (memory) or sent by one rank in a step (communication).
-    place: accelerator, host, file for memory; intra, inter for links. seconds: of one step.
+    place: accelerator, host, file for memory; intra, inter for links. seconds: of one step, if nothing else ran.
+    overlap: share of the step's arithmetic beside which this can run, 0 to 1; 0: everything waits for it.
+    repeated: made in each micro-batch's pass through a stage, so that stages which wait for each other wait for this too.
     """
 
     category: str
@@ -54,3 +56,5 @@ class Cost:
     place: str = "accelerator"
     seconds: float = 0.0
     exact: bool = False
+    overlap: float = 0.0
+    repeated: bool = False
