@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch.overrides import TorchFunctionMode
 class UnitActivations:
     """Bytes of one micro-batch.
 
-    kept: what autograd saves in the unit. input: its tensor inputs. matched: the part of kept that lies in modules which are
+    kept: what autograd saves in the unit. stream: the part of it in tensors as large as the unit's input. input: its tensor inputs.
+    matched: the part of kept that lies in modules which are
     recomputed selectively. matched_input: what has to be kept to recompute those.
     """
 
     kept: int = 0
+    stream: int = 0
     input: int = 0
     matched: int = 0
     matched_input: int = 0
@@ -43,11 +45,14 @@ def trace_activations(
 
     Each saved storage counts once, in the unit that saved it first; parameters and buffers don't count. Floating-point tensors
     count as `dtype`, in which the run will compute. A model that can't run on meta gives a Trace with a reason and no numbers.
+    Of units that are alike two are run, and the second's numbers stand for the others.
     """
-    recorder = _Recorder(module, list(units), root, dtype, set(matched))
+    names = list(units)
+    recorder = _Recorder(module, names, root, dtype, set(matched))
     try:
-        with recorder, _FlashOnMeta():
+        with _Stand(module, names) as stand, recorder, _FlashOnMeta():
             output = module(**model_inputs(module, shape))
+        stand.copy(recorder.units)
     except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
         return Trace(reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
     return Trace(recorder.units, sum(t.numel() for t in tensors_in(output) if t.ndim == 3))
@@ -84,6 +89,50 @@ class _FlashOnMeta(TorchFunctionMode):
             return func(*args, **kwargs)
         q, k, v = (*args, *(kwargs[n] for n in ("query", "key", "value")[len(args) :]))[:3]
         return _Flash.apply(q, k, v)
+
+
+class _Stand:
+    """While it is open, units with the same class and the same shapes of parameters return what the second of them returned.
+
+    The first may keep more: what all units share (cosines of positions) counts where it is kept first.
+    """
+
+    def __init__(self, module: nn.Module, units: list[str]) -> None:
+        met: dict[Any, list[str]] = {}
+        self._like: dict[str, str] = {}  # unit -> the one that stands for it
+        self._modules = {name: module.get_submodule(name) for name in units}
+        for name, unit in self._modules.items():
+            kind = (type(unit), unit.training, tuple((n, tuple(p.shape), p.requires_grad) for n, p in unit.named_parameters()))
+            alike = met.setdefault(kind, [])
+            alike.append(name)
+            if len(alike) > 2:
+                self._like[name] = alike[1]
+        self._outputs: dict[str, Any] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Stand:
+        for name in set(self._like.values()):
+            self._handles.append(self._modules[name].register_forward_hook(self._note(name)))
+        for name, first in self._like.items():
+            self._modules[name].forward = lambda *_, _first=first, **__: self._outputs[_first]  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for name in self._like:
+            del self._modules[name].forward
+
+    def _note(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._outputs[name] = output
+
+        return hook
+
+    def copy(self, units: dict[str, UnitActivations]) -> None:
+        """Give each unit the numbers of the one that stood for it."""
+        for name, first in self._like.items():
+            units[name] = replace(units[first])
 
 
 class _Recorder:
@@ -143,6 +192,7 @@ class _Recorder:
             self._alive.append(tensor.detach())  # holds the storage, so that its address isn't used again
             size = self._storage_bytes(tensor)
             self.units[self._place[-1]].kept += size
+            self.units[self._place[-1]].stream += size if size == self.units[self._place[-1]].input else 0
             self.units[self._place[-1]].matched += size if self._inside_match else 0
         return tensor
 

@@ -3,51 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from partita.plan.activations import Trace, UnitActivations, trace_activations
+from partita.plan.closed import merged_layouts
 from partita.plan.draft import PlanDraft
-from partita.plan.model_spec import ModelSpec, ParameterSpec
-from partita.plan.plan import Layout, Plan
+from partita.plan.model_spec import ModelSpec
+from partita.plan.parts import rank_parts, stage_units
+from partita.plan.plan import Plan
+from partita.plan.schedules import in_flight
 from partita.state.layout import StateLayout, build_layout, dtype_of, size_of
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The parameters of one rank before the data axes cut them."""
-
-    parameters: tuple[ParameterSpec, ...]
-
-
-def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
-    """Names of the units of each pipeline stage. The root (embedding and head) counts on the first one."""
-    cuts = [0, *layout.stage_cuts, len(model.units)]
-    return [[u.name for u in model.units[lo:hi]] for lo, hi in pairwise(cuts)]
-
-
-def _part(model: ModelSpec, layout: Layout, units: list[str]) -> _Part:
-    """What one rank of a stage has. Tensor parallelism cuts matrices; vectors are on every rank."""
-    return _Part(tuple(_cut(p, layout.tensor) for p in model.parameters if p.unit in set(units)))
-
-
-def _cut(p: ParameterSpec, tensor: int) -> ParameterSpec:
-    if tensor == 1 or len(p.shape) < 2:
-        return p
-    return replace(p, shape=(-(-p.shape[0] // tensor), *p.shape[1:]))
-
-
 def state_layouts(draft: PlanDraft, plan: Plan) -> Iterator[StateLayout]:
-    """The layout of each pipeline stage."""
+    """The layout of each rank of the pipeline axis, bucket by bucket."""
     states = dict.fromkeys(draft.optimizer_states, plan.precision.optimizer)
-    for units in stage_units(draft.model, plan.layout):
-        yield build_layout(_part(draft.model, plan.layout, units), plan, states, draft.config.optimizer)
+    for part in rank_parts(draft.model, plan.layout):
+        yield build_layout(part, plan, states, draft.config.optimizer)
 
 
 def state_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer at rest on a rank of the fullest stage, padding included."""
-    return max((layout_bytes(layout) for layout in state_layouts(draft, plan)), key=lambda b: sum(b.values()))
+    return max((layout_bytes(layout) for layout in merged_layouts(draft, plan)), key=lambda b: sum(b.values()))
 
 
 def layout_bytes(layout: StateLayout) -> dict[str, int]:
@@ -72,7 +49,7 @@ def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
         found["weights gathered"] = root + ahead * block
     if layout.size(placement.optimizer) > 1 and placement.gradients:
         scale = size_of(plan.precision.compute)
-        whole = next(state_layouts(draft, plan)).gradient_dtype.itemsize
+        whole = merged_layouts(draft, plan)[0].gradient_dtype.itemsize
         found["gradients being reduced"] = (root + 2 * block) * whole // scale
     return found
 
@@ -102,17 +79,30 @@ def activation_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
     found = trace(draft, plan)
     if not found.units:
         return {}
-    layout, schedule = plan.layout, plan.schedule
-    # the first stage has the most micro-batches on their way (1F1B)
-    in_flight = min(layout.pipeline, schedule.micro_batches)
-    kept = max(sum(kept_bytes(found.units, plan, u) for u in units) for units in stage_units(draft.model, layout))
-    kept += 0 if any(u.name == draft.model.root for u in draft.model.units) else kept_bytes(found.units, plan, draft.model.root)
-    total = {"kept for backward": kept * in_flight // layout.tensor}
+    layout = plan.layout
+    total = {"kept for backward": max(_kept_by_ranks(draft, plan, found))}
     again = max((_again(found.units, plan, u) for u in draft.model.blocks), default=0)
     if again:
         total["recomputed, one block"] = again // layout.tensor
     total["logits and loss"] = logit_bytes(found, plan)
     return {name: size for name, size in total.items() if size}
+
+
+def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace) -> list[int]:
+    """What each rank of the pipeline axis keeps when it keeps most: of each of its stages the micro-batches that are on their way."""
+    layout, schedule, root = plan.layout, plan.schedule, draft.model.root
+    stages = stage_units(draft.model, layout)
+    ranks = layout.stage_ranks or tuple(range(layout.pipeline))
+    chunks = max(1, len(stages) // layout.pipeline)
+    usual = in_flight(schedule.name, layout.pipeline, schedule.micro_batches, chunks)
+    kept = [0.0] * layout.pipeline
+    for stage, units in enumerate(stages):
+        many = schedule.in_flight[stage] if schedule.in_flight else usual
+        rank = ranks[stage] if stage < len(ranks) else layout.pipeline - 1
+        kept[rank] += many * sum(kept_bytes(found.units, plan, u) for u in units)
+    if not any(u.name == root for u in draft.model.units):  # a root without parameters keeps something all the same
+        kept[0] += usual * kept_bytes(found.units, plan, root)
+    return [int(k) for k in kept]
 
 
 def logit_bytes(found: Trace, plan: Plan) -> int:
@@ -123,14 +113,20 @@ def logit_bytes(found: Trace, plan: Plan) -> int:
 
 
 def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
-    """What a unit keeps for backward of one micro-batch under the plan's recompute, before tensor parallelism."""
-    unit = units.get(name, UnitActivations())
+    """What a unit keeps for backward of one micro-batch on a rank, under the plan's recompute.
+
+    Tensor parallelism cuts what lies between its matrices; what is as large as the stream is cut only where it is cut by tokens too
+    (Korthikanti et al. 2022, section 4.2), but for the attention's output, which is the input of a matrix that is cut.
+    """
+    unit, tensor = units.get(name, UnitActivations()), plan.layout.tensor
+    by_tokens = tensor == 1 or getattr(plan.layout, "sequence_parallel", False)
+    whole = 0 if by_tokens else max(0, unit.stream - unit.input)
     match plan.activations.of(name):
         case "full" if unit.input:
-            return unit.input
+            return unit.input // (tensor if by_tokens else 1)
         case "selective":
-            return unit.kept - unit.matched + unit.matched_input
-    return unit.kept
+            return whole + (unit.kept - whole - unit.matched) // tensor + unit.matched_input // (tensor if by_tokens else 1)
+    return whole + (unit.kept - whole) // tensor
 
 
 def _again(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:

@@ -28,13 +28,12 @@ def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     return whole
 
 
-def stretch(name: str, ranks: int, micro_batches: int, chunks: int, cores: float | None) -> float:
-    """Time of a step over the time that a rank works, bubble included.
+def stretch(waiting: float, ranks: int, cores: float | None) -> float:
+    """Time of a step over the time that a rank works, bubble (`waiting`) included.
 
     cores: stages that can work at once where ranks share the cores of a machine, or None where each has a device of its own. A
     stage that waits leaves its core to the others, so a pipeline on fewer cores than stages waits less.
     """
-    waiting = bubble(name, ranks, micro_batches, chunks)
     if cores is None or ranks <= cores or not waiting:
         return 1 + waiting
     # while it fills and drains k of p stages work: they take max(1, k / cores), all of them p / cores

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partita.plan.draft import PlanDraft
-from partita.plan.memory import logit_bytes, stage_units, trace
+from partita.plan.memory import logit_bytes, trace
+from partita.plan.parts import stage_units
 from partita.plan.plan import Plan
-from partita.plan.schedules import chunks_of, stretch
+from partita.plan.schedules import bubble, chunks_of, stretch
 from partita.plugin.types import Cost
 
 # How often what is saved for backward crosses memory: written and read forward, read backward, and as much for its gradient.
@@ -123,20 +124,15 @@ def _slowest_stage(draft: PlanDraft, plan: Plan, flops: float, memory: float) ->
 
 
 def _ranks_units(draft: PlanDraft, plan: Plan) -> list[list[str]]:
-    """Units of each rank along the pipeline: stage i and, where ranks have several, those that the schedule gives it."""
-    stages, ranks = stage_units(draft.model, plan.layout), plan.layout.pipeline
-    chunks = chunks_of(plan.schedule.name, len(stages), ranks)
-    if chunks == 1 or len(stages) == ranks:
+    """Units of each rank along the pipeline, the one with the last stage last."""
+    stages, ranks = stage_units(draft.model, plan.layout), plan.layout.stage_ranks
+    if len(ranks) != len(stages):
         return stages
-    # round and round (interleaved), or down and up again (v shape): the last stage's rank goes last for the head's sake
-    order = [
-        i % ranks if (i // ranks) % 2 == 0 or plan.schedule.name == "interleaved" else ranks - 1 - i % ranks
-        for i in range(len(stages))
-    ]
-    joined: list[list[str]] = [[] for _ in range(ranks)]
-    for rank, units in zip(order, stages, strict=True):
-        joined[rank] += units
-    return joined
+    joined: dict[int, list[str]] = {}
+    for rank, units in zip(ranks, stages, strict=True):
+        joined.setdefault(rank, []).extend(units)
+    last = ranks[-1]
+    return [units for rank, units in joined.items() if rank != last] + [joined[last]]
 
 
 def _repeat(plan: Plan, work: Work, unit: str) -> float:
@@ -166,10 +162,9 @@ def waiting_cost(draft: PlanDraft, plan: Plan, costs: list[Cost]) -> list[Cost]:
     beside = layout.world / cluster.nodes / layout.pipeline  # ranks of one stage in a node
     cores = None if cluster.accelerator else max(1.0, cluster.cores / beside)
     stages = len(layout.stage_cuts) + 1
-    factor = (
-        stretch(schedule.name, layout.pipeline, schedule.micro_batches, chunks_of(schedule.name, stages, layout.pipeline), cores)
-        - 1
-    )
+    chunks = chunks_of(schedule.name, stages, layout.pipeline)
+    waiting = schedule.bubble or bubble(schedule.name, layout.pipeline, schedule.micro_batches, chunks)
+    factor = stretch(waiting, layout.pipeline, cores) - 1
     busy = sum(c.seconds for c in costs if c.repeated and not c.overlap)
     return [Cost("compute", f"pipeline bubble, {factor:.1%}", seconds=busy * factor)] if factor and busy else []
 
