@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -19,6 +19,14 @@ class ParallelConfig:
     context: int | str = 1
     # ranks that share each matrix (Shoeybi et al. 2019, section 3); inside a node where possible
     tensor: int | str = 1
+    # cut activations between matrices by tokens, too (Korthikanti et al. 2022, section 4.2.2)
+    sequence_parallel: bool = False
+    # a head of keys and values may be shared by several tensor ranks, where there are fewer heads than ranks
+    replicate_kv: bool = False
+    # patterns of module paths -> tensor parallel styles (partita.plan.styles); they go before the model's own
+    styles: dict[str, str] = field(default_factory=dict)
+    # how attention sees the tokens of other context ranks: ring (keys and values go round), ulysses (heads are exchanged)
+    context_method: str = "ring"
     # stages that the units are cut into (Huang et al. 2019)
     pipeline: int | str = 1
     # ranks that share the experts; folds over the data axes, so it adds no ranks (Lepikhin et al. 2020)

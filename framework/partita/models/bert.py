@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, document_mask, tie
+from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, tie
 from partita.models.init import draw
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
@@ -75,7 +75,7 @@ class Bert(ReferenceModel):
         """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
         x = self.norm(self.tokens(input_ids) + self.positions(self.places(input_ids, positions)))
         x = dropout(x, self.sizes.dropout, noise, 0)
-        mask = document_mask(documents, causal=False)
+        mask = self.mask(documents, False)
         for block in self.blocks:
             x = block(x, mask, noise)
         return self.head(self.transform(x))
@@ -83,6 +83,19 @@ class Bert(ReferenceModel):
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter in place; the norms after the sums make scaled branches needless."""
         draw(name, tensor, generator, self.sizes.std)
+
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """Heads, inner channels and tokens of the vocabulary are cut; norms, the transform and positions are whole."""
+        s = self.sizes
+        return {
+            "tokens": "embedding",
+            "positions": "position",
+            "blocks.*.attention.qkv": f"packed:{s.width},{s.width},{s.width}/{s.head}",
+            "blocks.*.attention.out": f"rowwise/{s.head}",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "head": "head",
+        }
 
     def matrix_weights(self) -> int:
         """Weights of all matrix products."""

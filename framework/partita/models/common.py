@@ -6,6 +6,7 @@ Layers don't initialise themselves: `init_parameter` writes their weights, and d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,21 +50,25 @@ def document_mask(documents: torch.Tensor | None, causal: bool) -> torch.Tensor 
     return (same.tril() if causal else same).unsqueeze(1)
 
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, bool], torch.Tensor]
+MakeMask = Callable[[torch.Tensor | None, bool], Any]
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one matrix for queries, keys and values."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.head, self.causal = width // heads, causal
         self.qkv = Linear(width, 3 * width)
         self.out = Linear(width, width)
+        self.attend: Attend = attend
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """x [B, T, C] -> [B, T, C]."""
-        b, t, _ = x.shape
-        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(x).chunk(3, dim=2))
-        y = attend(q, k, v, mask, self.causal)
-        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+        # heads and tokens are counted in what the matrix gives: a rank may hold a share of either
+        q, k, v = (p.unflatten(2, (-1, self.head)).transpose(1, 2) for p in self.qkv(x).chunk(3, dim=2))
+        return self.out(self.attend(q, k, v, mask, self.causal).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -81,7 +86,11 @@ class Mlp(nn.Module):
 
 
 class ReferenceModel(nn.Module, ABC):
-    """What the reference models share. Subclasses own `blocks`, a ModuleList, and set `partita_loss`."""
+    """What the reference models share. Subclasses own `blocks`, a ModuleList, and set `partita_loss`.
+
+    mask: makes what the blocks' attention is given of documents. It and the `attend` of each attention are replaced together where
+    attention sees more tokens than this rank holds.
+    """
 
     partita_loss: str
     blocks: nn.ModuleList
@@ -90,6 +99,7 @@ class ReferenceModel(nn.Module, ABC):
         super().__init__()
         self.sizes = sizes
         self.context = sizes.context
+        self.mask: MakeMask = document_mask
 
     def partita_units(self) -> list[tuple[str, nn.Module]]:
         """The blocks, in the order in which forward calls them."""
@@ -100,6 +110,10 @@ class ReferenceModel(nn.Module, ABC):
         (Chowdhery et al. 2022, appendix B: PaLM; the causal half is not taken off)."""
         s = self.sizes
         return 6.0 * self.matrix_weights() + 12.0 * s.layers * s.width * sequence
+
+    @abstractmethod
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """Patterns of module paths -> tensor parallel styles (partita.plan.styles)."""
 
     @abstractmethod
     def matrix_weights(self) -> int:

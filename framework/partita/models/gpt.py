@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, document_mask, tie
+from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, tie
 from partita.models.init import draw
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
@@ -59,7 +59,7 @@ class GPT(ReferenceModel):
         """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
         x = self.tokens(input_ids) + self.positions(self.places(input_ids, positions))
         x = dropout(x, self.sizes.dropout, noise, 0)
-        mask = document_mask(documents, causal=True)
+        mask = self.mask(documents, True)
         for block in self.blocks:
             x = block(x, mask, noise)
         return self.head(self.norm(x))
@@ -67,6 +67,19 @@ class GPT(ReferenceModel):
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter in place, as GPT-2 does."""
         draw(name, tensor, generator, self.sizes.std, self.sizes.std / math.sqrt(2 * self.sizes.layers))
+
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """Heads, inner channels and tokens of the vocabulary are cut; norms and positions are whole."""
+        s = self.sizes
+        return {
+            "tokens": "embedding",
+            "positions": "position",
+            "blocks.*.attention.qkv": f"packed:{s.width},{s.width},{s.width}/{s.head}",
+            "blocks.*.attention.out": f"rowwise/{s.head}",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "head": "head",
+        }
 
     def matrix_weights(self) -> int:
         """Weights of all matrix products."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.models.common import Embedding, Linear, ReferenceModel, attend, document_mask, tie
+from partita.models.common import Attend, Embedding, Linear, ReferenceModel, attend, tie
 from partita.models.init import draw
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
@@ -40,17 +40,19 @@ class LlamaAttention(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head = sizes.heads, sizes.kv_heads, sizes.head
+        self.head, self.shares = sizes.head, sizes.heads // sizes.kv_heads  # query heads that share keys and values
+        self.attend: Attend = attend
         self.qkv = Linear(sizes.width, (sizes.heads + 2 * sizes.kv_heads) * sizes.head, bias=False)
         self.out = Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: torch.Tensor, turn: Turn, mask: torch.Tensor | None = None) -> torch.Tensor:
         """x [B, T, C] -> [B, T, C]."""
-        b, t, _ = x.shape
-        joined = self.qkv(x).view(b, t, -1, self.head).transpose(1, 2)
-        q, k, v = joined.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        y = attend(rotate(q, turn), rotate(k, turn), v, mask, causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+        joined = self.qkv(x).unflatten(2, (-1, self.head)).transpose(1, 2)
+        # heads are counted in what the matrix gives: a rank may hold a share of them
+        kv = max(1, joined.shape[1] // (self.shares + 2))
+        q, k, v = joined.split((joined.shape[1] - 2 * kv, kv, kv), dim=1)
+        y = self.attend(rotate(q, turn), rotate(k, turn), v, mask, True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class SwiGlu(nn.Module):
@@ -108,7 +110,7 @@ class Llama(ReferenceModel):
         """input_ids, positions, documents: int64 [B, T] -> logits [B, T, vocab]. noise: of dropout; None: no dropout."""
         x = dropout(self.tokens(input_ids), self.sizes.dropout, noise, 0)
         turn = rotary(self.places(input_ids, positions), self.sizes.head, self.sizes.rope_base, x.dtype)
-        mask = document_mask(documents, causal=True)
+        mask = self.mask(documents, True)
         for block in self.blocks:
             x = block(x, turn, mask, noise)
         return self.head(self.norm(x))
@@ -116,6 +118,19 @@ class Llama(ReferenceModel):
     def init_parameter(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Fill one whole parameter in place; branches are scaled as GPT-2 scales them."""
         draw(name, tensor, generator, self.sizes.std, self.sizes.std / math.sqrt(2 * self.sizes.layers))
+
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """Heads, inner channels and tokens of the vocabulary are cut; norms are whole."""
+        s = self.sizes
+        kv = s.kv_heads * s.head
+        return {
+            "tokens": "embedding",
+            "blocks.*.attention.qkv": f"packed:{s.width},{kv},{kv}/{s.head}",
+            "blocks.*.attention.out": f"rowwise/{s.head}",
+            "blocks.*.mlp.gate_up": f"packed:{s.ffn},{s.ffn}",
+            "blocks.*.mlp.down": "rowwise",
+            "head": "head",
+        }
 
     def matrix_weights(self) -> int:
         """Weights of all matrix products."""

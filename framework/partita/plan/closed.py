@@ -41,8 +41,9 @@ def cut_key(layout: Layout) -> tuple[object, ...]:
         layout.stage_ranks,
         layout.tensor,
         layout.expert,
-        getattr(layout, "spread_kv", False),
-        getattr(layout, "sequence_parallel", False),
+        layout.styles,
+        layout.spread_kv,
+        layout.sequence_parallel,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from partita.plan.model_spec import ModelSpec, ParameterSpec
 from partita.plan.plan import Layout
+from partita.plan.styles import local_parameters
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,8 @@ def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
 
 
 def rank_parts(model: ModelSpec, layout: Layout) -> Iterator[RankPart]:
-    """What one rank of each stage has. Tensor parallelism cuts matrices; vectors are on every rank."""
+    """What one rank of each stage has: of each matrix the part that its tensor style leaves to the fullest rank."""
+    parameters = local_parameters(model, layout)
     for units in stage_units(model, layout):
         wanted = set(units)
-        yield RankPart(tuple(_cut(p, layout.tensor) for p in model.parameters if p.unit in wanted))
-
-
-def _cut(p: ParameterSpec, tensor: int) -> ParameterSpec:
-    if tensor == 1 or len(p.shape) < 2:
-        return p
-    return replace(p, shape=(-(-p.shape[0] // tensor), *p.shape[1:]))
+        yield RankPart(tuple(p for p in parameters if p.unit in wanted))

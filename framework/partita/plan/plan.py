@@ -23,7 +23,9 @@ class Layout:
 
     stage_cuts: first unit of each pipeline stage but the first (empty without a pipeline).
     stage_ranks: rank of the pipeline axis that computes each stage; a rank may have several (empty: each one stage, in order).
-    styles: (parameter path pattern, tensor style) pairs, first match wins.
+    styles: (module path pattern, tensor style) pairs, first match wins (partita.plan.styles).
+    sequence_parallel: activations between matrices are cut by tokens over `tensor`. spread_kv: heads of keys and values may be shared
+    by several ranks along `tensor`. context_method: `ring` or `ulysses`, how attention sees the tokens of other context ranks.
     """
 
     pipeline: int = 1
@@ -35,6 +37,9 @@ class Layout:
     stage_cuts: tuple[int, ...] = ()
     stage_ranks: tuple[int, ...] = ()
     styles: tuple[tuple[str, str], ...] = ()
+    sequence_parallel: bool = False
+    spread_kv: bool = False
+    context_method: str = "ring"
 
     @property
     def data(self) -> int:

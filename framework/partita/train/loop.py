@@ -94,6 +94,7 @@ def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], cloc
     phase.set(step=step, phase="train")
     config, engine = run.config.train, run.engine
     run.notify("partita_step_start", step=step)
+    batches = [run.view.batch(batch) for batch in batches]
     engine.begin_step()
     control = Control(run, batches)
     local = run.executor.train(step, batches, control.tokens)
@@ -144,7 +145,7 @@ def evaluate(run: Run, progress: Progress) -> dict[str, Any]:
     started = time.perf_counter()
     run.model.eval()
     try:
-        sums = run.executor.evaluate(run.step, run.data.evaluation(run.config.train.eval_batches))
+        sums = run.executor.evaluate(run.step, map(run.view.batch, run.data.evaluation(run.config.train.eval_batches)))
     finally:
         run.model.train()
     group = run.mesh.group(AXES)
@@ -214,7 +215,7 @@ def sample(run: Run, progress: Progress) -> None:
     from partita.models.sample import generate
 
     phase.set(step=run.step, phase="sample")
-    with run.engine.full_parameters():
+    with run.engine.full_parameters(), run.view.whole():
         if 0 in run.mesh.ranks(MODEL_AXES):  # the ranks that share a model with rank 0 make the same text together
             settings = (run.tokenizer, run.config.train.sample_prompt, run.config.train.sample, run.config.seed)
             text = generate(run.executor.whole, *settings)

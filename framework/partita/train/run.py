@@ -25,6 +25,7 @@ from partita.state.engine import StateEngine
 from partita.train.checkpoint import Checkpointer
 from partita.train.metrics import MetricsFile
 from partita.train.step import Executor, StepContext
+from partita.train.view import View
 
 log = logging.getLogger("partita")
 
@@ -53,6 +54,7 @@ class Run:
     checkpoints: Checkpointer = field(init=False)
     metrics: MetricsFile = field(init=False)
     best: float | None = None
+    view: View = field(default_factory=View)
 
     @property
     def rank(self) -> int:
@@ -145,7 +147,7 @@ def _step_context(run: Run, loss: Any) -> StepContext:
         run.engine,
         run.mesh,
         run.plan,
-        loss,
+        run.view.loss(loss),
         seed=run.config.seed,
         noise=model.dropout > 0,
         label_smoothing=t.label_smoothing,

@@ -51,7 +51,7 @@ class StepContext:
 
     def inputs(self, step: int, batch: Batch) -> dict[str, Any]:
         """What the model is called with for a batch on the device."""
-        noise = Noise(self.seed, step, batch["sample"]) if self.noise and self.model.training else None
+        noise = Noise(self.seed, step, batch["sample"], batch.get("columns")) if self.noise and self.model.training else None
         optional = {"positions": batch.get("positions"), "documents": batch.get("documents"), "noise": noise}
         return {"input_ids": batch["input_ids"], **optional}
 
