@@ -3,7 +3,16 @@
 from partita_parallel.config import ParallelConfig
 from partita_parallel.estimate import partita_estimate
 from partita_parallel.strategy import partita_check, partita_config, partita_decide
+from partita_parallel.transforms import partita_transforms
 
 partita_api = 1
 
-__all__ = ["ParallelConfig", "partita_api", "partita_check", "partita_config", "partita_decide", "partita_estimate"]
+__all__ = [
+    "ParallelConfig",
+    "partita_api",
+    "partita_check",
+    "partita_config",
+    "partita_decide",
+    "partita_estimate",
+    "partita_transforms",
+]

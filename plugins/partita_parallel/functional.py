@@ -1,10 +1,10 @@
 """Collectives that autograd knows, over groups that are passed in. A group of one changes nothing.
 
-    copy      forward the same on every rank            backward sum
-    reduce    forward sum                               backward the same on every rank
-    gather    forward all parts of a dimension          backward the own part, or the own part of the sum
-    scatter   forward the own part of a dimension       backward all parts
-    reduce_scatter   forward the own part of the sum    backward all parts
+copy      forward the same on every rank            backward sum
+reduce    forward sum                               backward the same on every rank
+gather    forward all parts of a dimension          backward the own part, or the own part of the sum
+scatter   forward the own part of a dimension       backward all parts
+reduce_scatter   forward the own part of the sum    backward all parts
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from partita.runtime.mesh import Group
 
 Tensor = torch.Tensor
+# torch 2.13 renamed them; both are flat
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 # ------------------------------------------------------------------ plain collectives
@@ -34,9 +37,9 @@ class Gathering:
 
     def __init__(self, x: Tensor, group: Group, dim: int) -> None:
         self._dim = dim % x.ndim
-        x = x.contiguous()
+        x = x.detach().contiguous()
         self._parts = x.new_empty((group.size, *x.shape))
-        self._work = dist.all_gather_into_tensor(self._parts, x, group=group.process_group, async_op=True)
+        self._work = _all_gather(self._parts.view(-1), x.view(-1), group=group.process_group, async_op=True)
 
     def wait(self) -> Tensor:
         """The whole tensor."""
@@ -55,7 +58,7 @@ class Scattering:
         self._native = send.device.type != "cpu"
         self._parts = torch.empty_like(send[0] if self._native else send)
         if self._native:
-            self._work = dist.reduce_scatter_tensor(self._parts, send, group=group.process_group, async_op=True)
+            self._work = _reduce_scatter(self._parts.view(-1), send.view(-1), group=group.process_group, async_op=True)
         else:
             self._work = dist.all_to_all_single(self._parts, send, group=group.process_group, async_op=True)
         self._send = send  # alive until it has been sent
@@ -63,7 +66,11 @@ class Scattering:
     def wait(self) -> Tensor:
         """The part."""
         self._work.wait()
-        return self._parts if self._native else self._parts.sum(0, dtype=torch.promote_types(self._parts.dtype, torch.float32)).to(self._parts.dtype)
+        return (
+            self._parts
+            if self._native
+            else self._parts.sum(0, dtype=torch.promote_types(self._parts.dtype, torch.float32)).to(self._parts.dtype)
+        )
 
 
 def part(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -13,6 +13,7 @@ from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
 from partita_parallel.batch import solve_batch
 from partita_parallel.config import ParallelConfig
+from partita_parallel.cutting import check_cuts, cut_options
 from partita_parallel.degrees import as_count, read_degrees
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def partita_decide(draft: PlanDraft) -> None:
     config, train = draft.config.parallel, draft.config.train
     degrees = read_degrees(config, getattr(draft.config, "zero", None), train.global_batch)
     layout = degrees.solve(draft.cluster)
-    layout = replace(layout, stage_cuts=cut_stages(draft.model, layout.pipeline))
+    layout = replace(layout, stage_cuts=cut_stages(draft.model, layout.pipeline), **cut_options(draft, layout))
     problems = list(degrees.problems)
     micro = as_count("train.micro_batch", train.micro_batch, problems)
     count = as_count("parallel.microbatches", config.microbatches, problems)
@@ -113,10 +114,7 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         reason = f"{layout.pipeline} stages work on {schedule.micro_batches} micro-batches: most of them would wait."
         remedy = f"Set parallel.microbatches to {layout.pipeline} or more, or make train.global_batch larger."
         problems.append(Problem("parallel.pipeline", reason, remedy))
-    sequence = draft.config.data.sequence
-    if sequence % (2 * layout.context if layout.context > 1 else 1):
-        reason = f"{sequence} tokens can't be cut into 2 x {layout.context} equal parts (causal work is balanced by halves)."
-        problems.append(Problem("parallel.context", reason, f"Set data.sequence to a multiple of {2 * layout.context}."))
+    problems += check_cuts(layout, draft)
     if layout.data % layout.expert:
         reason = f"{layout.expert} expert ranks fold over the data ranks, and {layout.data} can't be divided by {layout.expert}."
         problems.append(Problem("parallel.expert", reason, "Use a divisor of parallel.data."))

@@ -53,9 +53,7 @@ class Shared:
             return loss
         first, vocab = self.head
         if loss is token_cross_entropy:
-            return lambda logits, labels, **options: vocabulary_cross_entropy(
-                logits, labels, self.group, first, vocab, **options
-            )
+            return lambda logits, labels, **options: vocabulary_cross_entropy(logits, labels, self.group, first, vocab, **options)
         sizes = _sizes(vocab, self.group.size)
         return lambda logits, labels, **options: loss(gather_last(logits, self.group, sizes), labels, **options)
 
@@ -65,10 +63,8 @@ def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
     shared = Shared(group, layout.sequence_parallel)
     styled = list(styled_modules(model, layout.styles or model_styles(model)))
     sharer = _Sharer(group)
-    for path, module, style in styled:
-        cuts = {
-            name: cut_of(module, name, style, layout.spread_kv) for name, p in module._parameters.items() if p is not None
-        }
+    for _, module, style in styled:
+        cuts = {name: cut_of(module, name, style, layout.spread_kv) for name, p in module._parameters.items() if p is not None}
         forward = FORWARDS[style.name](module, style, cuts, shared)
         sharer.share(module, cuts, partial=layout.sequence_parallel or style.name == "partial")
         module.forward = forward  # type: ignore[method-assign]
@@ -112,7 +108,7 @@ class _Sharer:
 
 def _tell_sizes(module: nn.Module) -> None:
     """Sizes that modules print, and some forwards read."""
-    weight = module._parameters["weight"] if "weight" in module._parameters else None
+    weight = module._parameters.get("weight")
     if weight is None:
         return
     if isinstance(module, nn.Linear):
@@ -120,7 +116,7 @@ def _tell_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.Embedding):
         module.num_embeddings = weight.shape[0]
     elif transposed(module):
-        module.nx, module.nf = weight.shape
+        module.nx, module.nf = weight.shape  # type: ignore[assignment]
 
 
 def _cut_noise(kwargs: dict[str, Any], shared: Shared) -> dict[str, Any]:

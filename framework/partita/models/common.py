@@ -93,6 +93,7 @@ class ReferenceModel(nn.Module, ABC):
     """
 
     partita_loss: str
+    partita_sequence_parallel = True  # nothing here takes the length of activations for that of the sequence
     blocks: nn.ModuleList
 
     def __init__(self, sizes: Sizes) -> None:

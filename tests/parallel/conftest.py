@@ -1,0 +1,6 @@
+"""The pool of ranks and the helpers of this folder can be imported."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]

@@ -1,0 +1,91 @@
+"""Runs of one config in many layouts: planned as the command line plans them, stepped on ranks of the pool."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pool import run_ranks
+
+from partita.config.compose import compose_config, registry_for
+from partita.config.plain import to_plain
+from partita.plan.make import Planned, make_plan
+from partita.runtime.spec import RunSpec
+
+TINY = (
+    "model.layers=2", "model.width=32", "model.heads=4", "model.dropout=0.1", "data=synthetic", "data.limit=20000", "data.sequence=16",
+    "train.global_batch=8", "train.steps=20", "train.sample=0", "tracker=none", "optimizer.lr=5e-3", "train.eval_at_end=false",
+    "train.save_at_end=false", "lr_schedule=constant",
+)  # fmt: skip
+
+
+def planned(*overrides: str) -> tuple[Planned, Any, Any]:
+    """(plan, config, job) of a tiny run."""
+    config, job = compose_config([*TINY, *overrides])
+    return make_plan(config, registry_for(())), config, job
+
+
+def spec_of(folder: Path, *overrides: str) -> RunSpec:
+    """What the ranks of a tiny run are given. Raises ConfigError for a plan with problems."""
+    plan, config, job = planned(f"run.dir={folder}", *overrides)
+    plan.raise_problems()
+    return RunSpec(to_plain(config), plan.plan, job, plan.plan.layout.world)
+
+
+def train(folder: Path, *overrides: str, steps: int = 20, **more: Any) -> Any:
+    """What `stepped` returns on rank 0."""
+    spec = spec_of(folder, *overrides)
+    return run_ranks(spec.ranks, stepped, spec, steps, more, timeout=150)[0]
+
+
+def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, Any]) -> Any:
+    """Losses and gradient norms of the next `steps` updates. save: write a checkpoint after them. evaluate: add the evaluation's loss."""
+    from partita.train.loop import StepClock, evaluate, one_update
+    from partita.train.progress import Progress
+    from partita.train.resume import save
+    from partita.train.run import open_run
+
+    torch.set_num_threads(1)
+    run = open_run(spec)
+    losses, norms, clock = [], [], StepClock()
+    try:
+        for step, batches in run.data.iterate(run.step + 1, run.step + steps):
+            metrics, _ = one_update(run, step, batches, clock)
+            run.step = step
+            losses.append(metrics["loss"])
+            norms.append(metrics["grad_norm"])
+        out: dict[str, Any] = {"losses": losses, "norms": norms}
+        if more.get("evaluate"):
+            with Progress(1, 1, enabled=False) as progress:
+                out["eval"] = evaluate(run, progress)["eval_loss"]
+        if more.get("save"):
+            save(run)
+            run.checkpoints.wait()
+        if more.get("held"):
+            out["held"] = run.engine.allocated()
+        return out
+    finally:
+        run.data.close()
+        run.checkpoints.close()
+        run.metrics.close()
+
+
+@lru_cache(maxsize=32)
+def reference(*overrides: str, steps: int = 20) -> Any:
+    """The same run on one rank, kept for all layouts that are compared with it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return train(Path(folder), "parallel.data=1", *overrides, steps=steps, evaluate=True)
+
+
+def assert_same(got: Any, expected: Any, bound: float = 1e-5) -> None:
+    """Relative differences of losses and norms below `bound`."""
+    for key in ("losses", "norms"):
+        assert len(got[key]) == len(expected[key])
+        for step, (a, b) in enumerate(zip(got[key], expected[key], strict=True), 1):
+            assert abs(a - b) <= bound * abs(b), f"{key} of step {step}: {a} != {b}\n{got[key]}\n{expected[key]}"
+    if "eval" in got:
+        assert abs(got["eval"] - expected["eval"]) <= bound * abs(expected["eval"])
