@@ -119,7 +119,7 @@ def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
     (Korthikanti et al. 2022, section 4.2), but for the attention's output, which is the input of a matrix that is cut.
     """
     unit, tensor = units.get(name, UnitActivations()), plan.layout.tensor
-    by_tokens = tensor == 1 or getattr(plan.layout, "sequence_parallel", False)
+    by_tokens = tensor == 1 or plan.layout.sequence_parallel
     whole = 0 if by_tokens else max(0, unit.stream - unit.input)
     match plan.activations.of(name):
         case "full" if unit.input:
