@@ -1,4 +1,4 @@
-"""Commands: `partita train | plan | plugins | export`, and what scripts/ call. Imports stay light until a job runs."""
+"""Commands: `partita train | plan | plugins | export | convert`, and what scripts/ call. Imports stay light until a job runs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ usage: partita COMMAND [ARGUMENTS]
   plan     show the plan:    partita plan +strategy=zero3 cluster=dgx_h100 cluster.nodes=4
   plugins  list plug-ins, what each provides, and where it comes from
   export   write a run's weights for others:  partita export RUN_FOLDER OUT_FOLDER
+  convert  take over a checkpoint of DeepSpeed, Hugging Face or nanoGPT:  partita convert SOURCE OUT_FOLDER
 
 `partita train --help` lists config groups and keys; -m runs a sweep; --cfg job shows a config without running it.
 """
@@ -117,7 +118,13 @@ def guarded(command: Callable[[], int]) -> int:
 def main() -> int:
     """`partita COMMAND ...`; returns the exit status."""
     argv = sys.argv[1:]
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "plan": plan, "plugins": plugins, "export": export}
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "train": train,
+        "plan": plan,
+        "plugins": plugins,
+        "export": export,
+        "convert": convert,
+    }
     if argv and argv[0] in ("-sc", "--shell-completion"):
         return _complete(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -153,4 +160,38 @@ def _export(argv: Sequence[str]) -> int:
 
     export_run(Path(argv[0]), Path(argv[1]))
     print(f"written: {Path(argv[1]).absolute()}")
+    return EXIT_DONE
+
+
+def convert(argv: Sequence[str] | None = None) -> int:
+    """Take over a checkpoint of DeepSpeed (ZeRO 0 to 3), Hugging Face or nanoGPT, without starting ranks; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _convert(argv))
+
+
+def _convert(argv: list[str]) -> int:
+    from argparse import ArgumentParser
+
+    parser = ArgumentParser("partita convert", description="A foreign checkpoint as one that train.resume=OUT goes on from.")
+    parser.add_argument("source", help="DeepSpeed folder, Hugging Face folder, nanoGPT's ckpt.pt, or a run of Partita")
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--model", default="auto", help="whose names: gpt, llama, bert, hf, as_is; default: as the source says")
+    parser.add_argument("--safetensors", action="store_true", help="write model.safetensors instead of a checkpoint")
+    args = parser.parse_args(argv)
+    from partita.train.foreign.convert import convert as to_checkpoint
+    from partita.train.foreign.convert import to_safetensors
+
+    path, read = (to_safetensors if args.safetensors else to_checkpoint)(args.source, args.out, args.model)
+    print(
+        f"{read.what}: {len(read.weights)} weights, states {', '.join(read.states) or 'none'}, step {read.step}\nwritten: {path}"
+    )
+    for note in read.notes:
+        print(f"note: {note}")
+    if read.model and not args.safetensors:
+        keys = {k: v for k, v in read.model.items() if k != "name" and v is not None}
+        print(
+            f"go on with: model={read.model['name']} "
+            + " ".join(f"model.{k}={v}" for k, v in keys.items())
+            + f" train.resume={args.out}"
+        )
     return EXIT_DONE

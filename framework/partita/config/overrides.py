@@ -97,6 +97,8 @@ def _values(o: Override) -> list[Any]:
 def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> Iterator[Problem]:
     group, options = o.key_or_group, known.groups[o.key_or_group]
     if o.is_delete():
+        if not isinstance(o.value(), str | None):
+            yield Problem(f"~{group}", "a group is taken out as a whole, or with the name of its option", f"~{group}")
         return
     if group in known.chosen and group not in field_types(known.root):
         reason = "the plug-in that this group belongs to is blocked or not installed"
@@ -117,7 +119,7 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
                 yield Problem(
                     group,
                     f"there is no option {describe(name)!r} in group {group!r}",
-                    _options(plus + group, name, options),
+                    _options(plus + group, str(name), options),
                 )
 
 

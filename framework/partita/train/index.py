@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from partita.errors import CheckpointError, nearest
-from partita.train.storage import DTYPES, decode, dtype_name, read_sealed
+from partita.train.storage import BLOCK, DTYPES, decode, dtype_name, read_sealed
 
 FORMAT, VERSION = "partita-checkpoint", 1
 INDEX, SUMMARY, LATEST, BEST = "index.json", "summary.json", "latest", "best.json"
@@ -153,15 +154,43 @@ def read_index(path: Path) -> Index:
     """The index of the checkpoint in the folder `path`. Raises CheckpointError where it is absent, damaged or unknown."""
     content = read_sealed(path / INDEX)
     check_format(path, content)
-    tensors = {key: _entry(path, key, e) for key, e in content["tensors"].items()}
-    head = {k: content[k] for k in ("step", "attempt", "world", "plan", "versions")}
-    return Index(path, sizes=tuple(content["sizes"]), tensors=tensors, extra=decode(content["extra"]), **head)
+    with readable(path / INDEX):
+        sizes = tuple(_natural(n) for n in content["sizes"])
+        step, world, attempt = _natural(content["step"]), _natural(content["world"]), content["attempt"]
+        tensors = {key: _entry(path, key, e, sizes) for key, e in content["tensors"].items()}
+        if world != len(sizes) or not isinstance(attempt, str):
+            raise ValueError(f"{world} ranks, and the sizes of {len(sizes)} shards")
+        extra = decode(content["extra"])
+        return Index(path, step, attempt, world, sizes, tensors, content["plan"], content["versions"], extra)
 
 
-def _entry(path: Path, key: str, entry: dict[str, Any]) -> Entry:
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """A document with a right checksum and wrong content is an error like any other damage."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not as the format says: {type(error).__name__}: {error}; use another one") from error
+
+
+def _natural(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _entry(path: Path, key: str, entry: dict[str, Any], sizes: tuple[int, ...]) -> Entry:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{path}: {key} has the dtype {entry['dtype']}, which torch {torch.__version__} does not know")
-    return Entry(tuple(entry["shape"]), DTYPES[entry["dtype"]], tuple(Part(*p) for p in entry["parts"]))
+    dtype, shape = DTYPES[entry["dtype"]], tuple(_natural(n) for n in entry["shape"])
+    rows = [[_natural(n) for n in row] for row in entry["parts"]]
+    for lo, hi, rank, offset in rows:
+        if lo > hi or rank >= len(sizes) or offset % dtype.itemsize or offset + (hi - lo) * dtype.itemsize > sizes[rank]:
+            raise ValueError(f"{key}: the part {[lo, hi, rank, offset]} lies outside of the shards")
+    gap = _gap(rows, math.prod(shape))
+    if gap:
+        raise ValueError(f"{key}: {gap}")
+    return Entry(shape, dtype, tuple(Part(*row) for row in rows))
 
 
 def check_format(path: Path, content: dict[str, Any]) -> None:
@@ -176,8 +205,13 @@ def read_rank(index: Index, rank: int) -> dict[str, Any]:
     """The document of one rank: checksums and own values. It must come from the same save as the index."""
     path = index.path / rank_name(rank)
     content = read_sealed(path)
-    if content["attempt"] != index.attempt:
-        raise CheckpointError(f"{path} comes from another checkpoint than {INDEX} beside it")
+    with readable(path):
+        if content["attempt"] != index.attempt:
+            raise CheckpointError(f"{path} comes from another checkpoint than {INDEX} beside it")
+        if len(content["sums"]) != 8 * -(-index.sizes[rank] // BLOCK):
+            raise ValueError(f"checksums of {len(content['sums']) // 8} blocks for {index.sizes[rank]} bytes")
+        if "rank_extra" not in content:
+            raise ValueError("no rank_extra")
     return content
 
 
@@ -203,17 +237,25 @@ def _info(path: Path) -> CheckpointInfo | None:
     try:
         content = read_sealed(path / SUMMARY)
         check_format(path, content)
+        with readable(path):
+            counts = {k: _natural(content[k]) for k in ("step", "serial", "world", "bytes")}
+            score = content["score"]
+            return CheckpointInfo(
+                path,
+                score=None if score is None else float(score),
+                saved=str(content["saved"]),
+                attempt=content["attempt"],
+                **counts,
+            )
     except CheckpointError:
         return None
-    keys = ("step", "serial", "score", "saved", "world", "bytes", "attempt")
-    return CheckpointInfo(path, **{k: content[k] for k in keys})
 
 
 def latest_in(folder: Path) -> Path | None:
     """The checkpoint that `latest` names; where that is gone, the one saved last."""
     pointer = folder / LATEST
     if pointer.is_file():
-        name = pointer.read_text().strip()
+        name = pointer.read_text(errors="replace").strip()
         if _NAME.match(name) and _info(folder / name) is not None:
             return folder / name
     found = list_checkpoints(folder)

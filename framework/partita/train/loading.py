@@ -13,7 +13,7 @@ import torch
 
 from partita.errors import CheckpointError, nearest
 from partita.state.slices import StateSlice
-from partita.train.index import Entry, Index, find_checkpoint, read_index, read_rank, shard_name, some
+from partita.train.index import Entry, Index, find_checkpoint, rank_name, read_index, read_rank, readable, shard_name, some
 from partita.train.storage import Piece, decode, dtype_name, read_pieces
 
 log = logging.getLogger("partita")
@@ -114,7 +114,10 @@ def fill(index: Index, slices: Sequence[StateSlice]) -> int:
 
 def read_rank_extra(index: Index, rank: int, world: int) -> Any:
     """What this rank passed to the save; None where another number of ranks saved."""
-    return decode(read_rank(index, rank)["rank_extra"]) if index.world == world else None
+    if index.world != world:
+        return None
+    with readable(index.path / rank_name(rank)):
+        return decode(read_rank(index, rank)["rank_extra"])
 
 
 def read_weights(path: Path | str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

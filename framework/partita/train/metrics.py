@@ -29,12 +29,15 @@ class MetricsFile:
     def _lines(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        out = []
-        for text in self._path.read_text().splitlines():
+        out: list[dict[str, Any]] = []
+        for text in self._path.read_text(errors="replace").splitlines():
             try:
-                out.append(json.loads(text))
-            except json.JSONDecodeError:
+                line = json.loads(text)
+            except ValueError:
                 break
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                break
+            out.append(line)
         return out
 
     def write(self, metrics: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from partita.errors import CheckpointError
 from partita.runtime import phase
 from partita.runtime.rng import get_rng_state, set_rng_state
 from partita.state.slices import StateSlice
-from partita.train.index import Index, some
+from partita.train.index import Index, readable, some
 from partita.train.loading import LoadReport
 
 if TYPE_CHECKING:
@@ -70,13 +70,14 @@ def resume(run: Run) -> None:
     started = time.perf_counter()
     extra, rank_extra = load(run, path)
     run.engine.after_load()
-    if extra.get("engine") is not None:
-        run.engine.load_extra_state(extra["engine"])
-    if extra.get("data") is not None:
-        run.data.check(extra["data"])
-    run.step, run.best = int(extra["step"]), extra.get("best")
-    if rank_extra is not None:
-        set_rng_state(rank_extra["rng"])
+    with readable(Path(path)):
+        if extra.get("engine") is not None:
+            run.engine.load_extra_state(extra["engine"])
+        if extra.get("data") is not None:
+            run.data.check(extra["data"])
+        run.step, run.best = int(extra["step"]), extra.get("best")
+        if rank_extra:
+            set_rng_state(rank_extra["rng"])
     run.metrics.cut(run.step)
     if run.rank == 0:
         log.info("resumed from %s after step %d (%.1f s)", path, run.step, time.perf_counter() - started)

@@ -87,7 +87,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
     seal = _SEAL.match(text)
     if seal is None or hashlib.sha256(text[seal.end() :].encode()).hexdigest() != seal[1]:
         raise CheckpointError(f"{path} is damaged: its checksum does not match; use another checkpoint")
-    content: dict[str, Any] = json.loads(text)
+    try:
+        content: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; use another checkpoint") from error
     return content
 
 
