@@ -23,8 +23,8 @@ class ParallelConfig:
     sequence_parallel: bool = False
     # a head of keys and values may be shared by several tensor ranks, where there are fewer heads than ranks
     replicate_kv: bool = False
-    # patterns of module paths -> tensor parallel styles (partita.plan.styles); they go before the model's own
-    styles: dict[str, str] = field(default_factory=dict)
+    # tensor parallel styles (partita.plan.styles) of modules by path, "blocks.*.mlp.up=colwise"; they go before the model's own
+    styles: list[str] = field(default_factory=list)
     # how attention sees the tokens of other context ranks: ring (keys and values go round), ulysses (heads are exchanged)
     context_method: str = "ring"
     # stages that the units are cut into (Huang et al. 2019)

@@ -12,15 +12,20 @@ from partita.plan.problems import Problem
 METHODS = ("ring", "ulysses")
 
 
+def read_styles(lines: list[str]) -> list[tuple[str, str]]:
+    """(pattern, style) of lines `pattern=style`; a line without `=` has an empty style, which is refused as unknown."""
+    return [(pattern.strip(), style.strip()) for pattern, _, style in (line.partition("=") for line in lines)]
+
+
 def cut_options(draft: PlanDraft, layout: Layout) -> dict[str, Any]:
     """How matrices and samples are cut; defaults where the axis has one rank."""
     from partita.plan.styles import model_styles  # torch is imported only where a plan is made
 
     config, found = draft.config.parallel, {}
     if layout.tensor > 1:
-        styles = (*config.styles.items(), *model_styles(draft.model.module))
+        styles = (*read_styles(config.styles), *model_styles(draft.model.module))
         found = {"styles": styles, "sequence_parallel": config.sequence_parallel, "spread_kv": config.replicate_kv}
-    for key, idle in (("sequence_parallel", False), ("replicate_kv", False), ("styles", {})):
+    for key, idle in (("sequence_parallel", False), ("replicate_kv", False), ("styles", [])):
         if getattr(config, key) != idle and layout.tensor == 1:
             draft.effect(f"parallel.{key}", getattr(config, key), idle, "parallel.tensor is 1")
     if config.context_method not in METHODS:
@@ -41,7 +46,7 @@ def _check_tensor(layout: Layout, draft: PlanDraft) -> list[Problem]:
         return []
     from partita.plan.styles import style_problems
 
-    problems = style_problems(draft.model.module, layout, draft.config.parallel.styles)
+    problems = style_problems(draft.model.module, layout, dict(read_styles(draft.config.parallel.styles)))
     tokens = draft.config.data.sequence // layout.context
     if layout.sequence_parallel and tokens % layout.tensor:
         step = layout.tensor * layout.context

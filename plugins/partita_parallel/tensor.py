@@ -13,7 +13,7 @@ from torch import nn
 from partita.plan.plan import Layout
 from partita.plan.styles import AXIS, Cut, Style, cut_of, model_styles, styled_modules, transposed
 from partita.runtime.mesh import Group
-from partita.state.parts import Part, declare
+from partita.state.parts import Part, declare, declared
 from partita.train.loss import token_cross_entropy
 from partita.train.view import Loss
 from partita_parallel.functional import copy, gather, gather_last, part, reduce, reduce_scatter
@@ -61,16 +61,18 @@ class Shared:
 def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
     """Cut a model in place, on meta or not. Names of parameters stay. Returns what its parts share."""
     shared = Shared(group, layout.sequence_parallel)
-    styled = list(styled_modules(model, layout.styles or model_styles(model)))
-    sharer = _Sharer(group)
-    for _, module, style in styled:
-        cuts = {name: cut_of(module, name, style, layout.spread_kv) for name, p in module._parameters.items() if p is not None}
+    styled = [
+        (module, style, {n: cut_of(module, n, style, layout.spread_kv) for n, p in module._parameters.items() if p is not None})
+        for _, module, style in styled_modules(model, layout.styles or model_styles(model))
+    ]
+    sharer = _Sharer(model, group)
+    for module, style, cuts in styled:
         forward = FORWARDS[style.name](module, style, cuts, shared)
         sharer.share(module, cuts, partial=layout.sequence_parallel or style.name == "partial")
         module.forward = forward  # type: ignore[method-assign]
         _tell_sizes(module)
     if layout.sequence_parallel:
-        done = {id(module) for _, module, _ in styled}
+        done = {id(module) for module, _, _ in styled}
         for module in model.modules():
             if id(module) not in done:
                 sharer.share(module, dict.fromkeys(module._parameters), partial=True)
@@ -82,28 +84,31 @@ def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
 
 
 class _Sharer:
-    """Replaces parameters by parts of them; tied ones stay tied."""
+    """Replaces parameters by parts of them; tied ones stay tied, also where a module without a style holds them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group) -> None:
         self._group = group
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._holders: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                self._holders.setdefault(id(parameter), []).append((module, name))
 
     def share(self, module: nn.Module, cuts: dict[str, Cut | None], partial: bool) -> None:
         """Cut and declare the parameters of a module."""
         for name, cut in cuts.items():
             old = module._parameters[name]
-            if old is None:
+            if old is None or declared(module, name) is not None:
                 continue
             if cut is None:
                 if partial:
                     declare(module, name, Part(tuple(old.shape), partial=AXIS))
                 continue
             mine = cut.part(tuple(old.shape), self._group.rank, self._group.size)
-            if id(old) not in self._made:
-                local = old.new_empty(mine.local) if old.is_meta else mine.take(old.detach()).clone()
-                self._made[id(old)] = (old, nn.Parameter(local, requires_grad=old.requires_grad))
-            module._parameters[name] = self._made[id(old)][1]
-            declare(module, name, mine)
+            local = old.new_empty(mine.local) if old.is_meta else mine.take(old.detach()).clone()
+            new = nn.Parameter(local, requires_grad=old.requires_grad)
+            for holder, key in self._holders[id(old)]:
+                holder._parameters[key] = new
+                declare(holder, key, mine)
 
 
 def _tell_sizes(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from layouts import assert_same, reference, train
+from layouts import assert_same, planned, reference, train
 
 GPT = ()
 LLAMA = ("model=llama", "model.kv_heads=2")
@@ -59,3 +59,47 @@ def test_recompute_and_narrow_numbers(tmp_path):
     layout = ("parallel.data=2", "parallel.tensor=2", "+strategy=zero3")
     got = train(tmp_path, *more, *layout, *SEQUENCE)["losses"]
     assert got == pytest.approx(reference()["losses"], rel=1e-2)
+
+
+def test_a_hugging_face_model_trains(tmp_path):
+    model = ("model=hf", "+model.options.model_type=qwen2", "model.kv_heads=2", "model.dropout=0")
+    layout = ("parallel.data=2", "parallel.tensor=2", "+strategy=zero3")
+    assert_same(train(tmp_path, *SGD, *model, *layout, evaluate=True, steps=6), reference(*SGD, *model, steps=6))
+
+
+# ------------------------------------------------------------------ refused before launch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "text"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor", "Legal values of parallel.tensor: 1, 2, 4"),
+        (
+            ["model=llama", "model.kv_heads=2", "parallel.tensor=4"],
+            "parallel.tensor",
+            "1, 2; more with parallel.replicate_kv=true",
+        ),
+        (["model.ffn=1", "parallel.tensor=2"], "parallel.tensor", "has 1 to share among 2 ranks"),
+        (["parallel.tensor=2", "parallel.styles=['blocks.*.mlp.up=colwize']"], "parallel.styles", "colwise"),
+        (["parallel.tensor=2", "parallel.styles=['blocks.*.mlp.upp=colwise']"], "parallel.styles", "no module with weights fits"),
+        (["parallel.tensor=2", "parallel.styles=['blocks.*.mlp.up=packed:3,4']"], "parallel.styles", "make 7"),
+        (
+            ["parallel.tensor=2", "parallel.sequence_parallel=true", "data.sequence=15"],
+            "parallel.sequence_parallel",
+            "multiple of 2",
+        ),
+        (
+            ["parallel.tensor=2", "model=hf", "+model.options.model_type=opt", "model.dropout=0"],
+            "parallel.tensor",
+            "declares no tensor plan",
+        ),
+        (
+            ["parallel.tensor=2", "model=hf", "+model.options.model_type=mixtral", "model.dropout=0"],
+            "parallel.styles",
+            "moe_tp_experts",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_legal_values(overrides, key, text):
+    found = [p for p in planned("parallel.data=1", *overrides)[0].problems if p.key == key]
+    assert found and text in found[0].reason + found[0].remedy, found

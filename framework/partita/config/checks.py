@@ -186,9 +186,10 @@ def _together(config: Any) -> Iterator[Problem]:
 
 def _model(model: Any, data: Any) -> Iterator[Problem]:
     if model.name == "hf":
-        if model.path is None:
-            yield Problem("model.path", "model=hf needs a model", "give a folder with config.json: model.path=<folder>")
-        elif not Path(model.path).exists():
+        if model.path is None and "model_type" not in model.options:
+            remedy = "give a folder with config.json: model.path=<folder>, or a type: +model.options.model_type=llama"
+            yield Problem("model.path", "model=hf needs a model", remedy)
+        elif model.path is not None and not Path(model.path).exists():
             yield Problem("model.path", f"{model.path!r} does not exist", "give a folder with config.json; nothing is downloaded")
         return
     if model.width > 0 and model.heads > 0 and model.width % model.heads:

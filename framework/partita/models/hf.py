@@ -14,8 +14,10 @@ from torch import nn
 from partita.errors import ConfigError, PartitaError
 from partita.models.common import document_mask
 from partita.models.hf_config import CAUSAL, import_transformers, objective, read_config
+from partita.models.hf_tensor import localize, tensor_plan
 from partita.models.hf_weights import Drawer, StoredWeights, has_weights
 from partita.models.noise import Noise
+from partita.state.parts import Part
 
 PREFIX = "inner."  # of the names of all parameters: the model is a part of its adapter
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "vocab.txt")
@@ -34,7 +36,7 @@ class HfModel(nn.Module):
         super().__init__()
         self.inner = build_inner(config)
         self.partita_loss = objective(config)
-        self.partita_weights = None if weights is None else _renamed(weights(self.inner))
+        self.partita_weights = None if weights is None else _Renamed(weights(self.inner))
         self._drawer = Drawer(lambda: build_inner(config))
         self._offset = _position_offset(self.inner)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -73,6 +75,14 @@ class HfModel(nn.Module):
                 if buffer is not None and buffer.is_meta:
                     module._buffers[key] = self._drawer.model.get_submodule(name)._buffers[key].to(device)
 
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """The model's own plan, or that of its family; empty where there is none."""
+        return tensor_plan(self.inner, PREFIX)
+
+    def partita_localize(self, degree: int) -> None:
+        """Called when matrices have been cut over `degree` ranks."""
+        localize(self.inner, degree)
+
     def flops_per_token(self, sequence: int) -> float:
         """Forward and backward: 6 for each weight that a token meets, and 12 x layers x width x sequence for attention."""
         text = self.inner.config.get_text_config()
@@ -86,8 +96,21 @@ def build_inner(config: Any) -> Any:
     return auto.from_config(config)
 
 
-def _renamed(source: Source) -> Source:
-    return lambda name, shape: source(name.removeprefix(PREFIX), shape)
+class _Renamed:
+    """A source of the inner model's weights by the adapter's names."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self._source(name.removeprefix(PREFIX), shape)
+        return tensor
+
+    def part(self, name: str, part: Part) -> torch.Tensor | None:
+        """A part alone, where the source can read it."""
+        reader = getattr(self._source, "part", None)
+        found: torch.Tensor | None = reader(name.removeprefix(PREFIX), part) if reader is not None else None
+        return found
 
 
 def _position_offset(inner: nn.Module) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from partita.errors import ConfigError, PartitaError, did_you_mean
+from partita.state.parts import Part
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -118,6 +119,17 @@ class StoredWeights:
         if place is None:
             raise PartitaError(f"{self._folder} has no weights for {name!r}")
         return self._handle(place).get_tensor(place)
+
+    def part(self, name: str, part: Part) -> torch.Tensor | None:
+        """A part of a parameter, of which no more is read; None where only the whole one can be had."""
+        place = None if self._converted else self._places[name]
+        if place is None:
+            return None
+        stored = self._handle(place).get_slice(place)
+        if tuple(stored.get_shape()) != part.shape:
+            return None  # the whole one is read and refused
+        pieces = [stored[(*(slice(None),) * part.dim, slice(lo, hi))] for lo, hi in part.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
 
     def _find(self, names: list[str]) -> str | None:
         prefix = f"{self._model.base_model_prefix}."

@@ -97,16 +97,14 @@ def model_styles(module: nn.Module | None) -> tuple[tuple[str, str], ...]:
 def styled_modules(module: nn.Module, styles: Iterable[tuple[str, str]]) -> Iterator[tuple[str, nn.Module, Style]]:
     """(path, module, style) of all modules that hold parameters and that a pattern fits; the first pattern that fits wins.
 
-    Raises ValueError for a word that is no style.
+    Words that are no style count for nothing here: `style_problems` refuses them, and such a plan can still be shown.
     """
     rules = [(pattern, text, parse_style(text)) for pattern, text in styles]
     for path, child in module.named_modules():
         if not any(p is not None for p in child._parameters.values()):
             continue
         rule = next((r for r in rules if fnmatchcase(path, r[0])), None)
-        if rule is not None:
-            if rule[2] is None:
-                raise ValueError(f"{rule[1]!r} is no tensor parallel style")
+        if rule is not None and rule[2] is not None:
             yield path, child, rule[2]
 
 
@@ -174,7 +172,7 @@ def style_problems(module: nn.Module, layout: Layout, asked: Mapping[str, str]) 
     problems += [_unused(module, pattern) for pattern in asked if not any(fnmatchcase(path, pattern) for path, _, _ in styled)]
     if not styled:
         reason = f"{type(module).__name__} declares no tensor plan."
-        remedy = 'Set parallel.tensor=1, or give each matrix a style: parallel.styles={"layers.*.up": colwise, ...}.'
+        remedy = 'Set parallel.tensor=1, or give each matrix a style: parallel.styles=["layers.*.up=colwise", ...].'
         return [*problems, Problem("parallel.tensor", reason, remedy)]
     for path, child, style in styled:
         for attribute, parameter in child._parameters.items():
