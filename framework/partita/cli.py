@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
     """One run: plan, show, refuse what can't be run, start the ranks. Returns rank 0's summary."""
     from partita.plan.make import make_plan
     from partita.plan.table import print_plan
-    from partita.runtime.launch import launch
+    from partita.runtime.restarts import Bounds, launch_lasting
     from partita.runtime.spec import RunSpec
     from partita.train.run import worker
 
@@ -59,9 +60,50 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
     if first:
         planned.save(info.dir)
         write_config(info.dir / "config.yaml", plain)
-    ranks = planned.plan.layout.world
-    spec = RunSpec(config=plain, plan=planned.plan, job=info, ranks=ranks, blocked=registry.blocked)
-    return launch(worker, spec, ranks)
+    spec = RunSpec(plain, planned.plan, info, planned.plan.layout.world, registry.blocked)
+    bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
+    again = replanner(config, info, registry, bounds.min_ranks, spec.ranks)
+    return launch_lasting(worker, spec, again, bounds)
+
+
+def replanner(config: Any, info: JobInfo, registry: Registry, least: int, full: int) -> Callable[[int], Any]:
+    """A function from a number of ranks to the same run for that many, or as few less as a plan needs: same global batch.
+
+    It returns None where fewer than `least` are left, or no plan exists.
+    """
+    from partita.plan.make import make_plan
+    from partita.runtime.spec import RunSpec
+    from partita.train.index import list_checkpoints
+
+    def saves() -> list[str]:
+        return [c.attempt for c in list_checkpoints(info.dir / "checkpoints")]
+
+    before = saves()
+
+    def again(ranks: int) -> RunSpec | None:
+        for count in range(ranks, least - 1, -1):
+            changed = config if count == full else with_ranks(config, count)
+            planned = make_plan(changed, registry)
+            if not planned.problems:
+                planned.save(info.dir)
+                plain = to_plain(changed)
+                if saves()[-1:] != before[-1:]:
+                    plain["train"]["resume"] = "auto"
+                return RunSpec(plain, planned.plan, info, count, registry.blocked)
+        return None
+
+    return again
+
+
+def with_ranks(config: Any, ranks: int) -> Any:
+    """The config for another number of ranks: the data axis follows, all other degrees stay as they were asked for."""
+    changed = copy.deepcopy(config)
+    changed.launch.ranks = ranks
+    parallel = getattr(changed, "parallel", None)
+    for axis in ("data", "replicate"):
+        if hasattr(parallel, axis):
+            setattr(parallel, axis, "auto")
+    return changed
 
 
 def plan_job(config: Any, info: JobInfo) -> dict[str, Any]:

@@ -35,11 +35,11 @@ class CheckpointError(PartitaError):
 
 
 class RunInterrupted(PartitaError):
-    """A signal ended the run after a checkpoint; `signum` tells which."""
+    """A signal ended the run after a checkpoint; `signum` tells which. to_grow: it was stopped only to go on with more ranks."""
 
-    def __init__(self, signum: int, message: str) -> None:
+    def __init__(self, signum: int, message: str, to_grow: bool = False) -> None:
         super().__init__(message)
-        self.signum = signum
+        self.signum, self.to_grow = signum, to_grow
         self.exit_status = 128 + signum
 
 

@@ -29,6 +29,9 @@ class LaunchConfig:
     threads: int | str = AUTO  # compute threads of each rank; auto: cores / ranks
     timeout: float = 600.0  # seconds until a collective that a rank doesn't join is an error
     grace: float = 25.0  # seconds from a signal to the end of the run; a checkpoint is written within them
+    restarts: int = 0  # times that a run whose rank is lost goes on by itself, with the ranks that are left; 0: it fails
+    min_ranks: int = 1  # with fewer ranks it fails
+    cooldown: float = 300.0  # seconds for which the place of a lost rank stays empty; then the run goes on with all ranks again
     log_level: str = "info"  # debug, info, warning, error
 
 

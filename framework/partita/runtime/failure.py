@@ -18,14 +18,17 @@ from partita.runtime import phase
 FIRST = "failure.json"  # in the run's log folder: the failure that the run is judged by
 # A collective that broke since another rank is gone. What counts is why that one went.
 _ECHOES = re.compile(r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|socket|store", re.IGNORECASE)
+# A device that has broken; a program that is wrong says other things.
+_DEVICE = re.compile(r"uncorrectable|ECC error|has fallen off|device lost|hardware (error|failure)", re.IGNORECASE)
 
 
 class RankFailure(PartitaError):
-    """A rank failed and the run is over. `rank` is the one to look at."""
+    """A rank failed and the run is over. `rank` is the one to look at. lost: ranks whose process or device is gone, so that another
+    start may succeed without them; 0 where the same would happen again."""
 
-    def __init__(self, message: str, rank: int, exit_status: int = EXIT_FAILED) -> None:
+    def __init__(self, message: str, rank: int, exit_status: int = EXIT_FAILED, lost: int = 0) -> None:
         super().__init__(message)
-        self.rank, self.exit_status = rank, exit_status
+        self.rank, self.exit_status, self.lost = rank, exit_status, lost
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,12 @@ def judge(run: Path, ranks: int, ended: dict[int, int], positions: list[phase.Po
     for path in folder(run).glob("rank*.failure.json"):
         path.unlink()
     if causes:
-        return _error(run, ranks, causes[0])
+        return _error(run, ranks, causes[0], lost=len({f.rank for f in causes if _DEVICE.search(f.cause)}))
     if silent:
         where = positions[silent[0]]
         failure = Failure(silent[0], where.step, where.phase, _end(ended[silent[0]]), time.time())
         (folder(run) / FIRST).write_text(json.dumps(asdict(failure)))
-        return _error(run, ranks, failure)
+        return _error(run, ranks, failure, lost=len(silent))
     if reports:
         return _error(run, ranks, min(reports, key=lambda f: f.time), _scattered(positions))
     return RankFailure(f"the ranks ended before the run began\n    logs: {folder(run)}", 0)
@@ -121,8 +124,8 @@ def message(run: Path, ranks: int, failure: Failure, more: str = "") -> str:
     return f"{of} failed at step {failure.step} ({failure.phase}): {failure.cause}\n{more}    log: {log}"
 
 
-def _error(run: Path, ranks: int, failure: Failure, more: str = "") -> RankFailure:
-    return RankFailure(message(run, ranks, failure, more), failure.rank, failure.exit_status)
+def _error(run: Path, ranks: int, failure: Failure, more: str = "", lost: int = 0) -> RankFailure:
+    return RankFailure(message(run, ranks, failure, more), failure.rank, failure.exit_status, lost)
 
 
 def _scattered(positions: list[phase.Position]) -> str:

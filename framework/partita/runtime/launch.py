@@ -30,21 +30,22 @@ log = logging.getLogger("partita")
 LOOPBACK = "127.0.0.1"
 
 
-def launch(entry: Entry, spec: RunSpec, ranks: int) -> dict[str, Any]:
+def launch(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None = None) -> dict[str, Any]:
     """Run `entry(spec)` on `ranks` ranks to its end; returns rank 0's summary (under torchrun or Slurm: this rank's).
 
-    entry: a module-level function. Raises RunInterrupted after a signal, RankFailure with one message for a failed rank,
+    entry: a module-level function. leave_at: monotonic seconds after which the run is stopped as by a signal, with a checkpoint, so
+    that it can go on with more ranks (where we start them). Raises RunInterrupted after a signal, RankFailure with one message for a failed rank,
     ConfigError where the processes that torchrun or Slurm started are not those of the plan. No process of the run is left.
     """
     spawner = joined()
     if spawner is None:
-        return _finish(_spawn(entry, spec, ranks))
+        return _finish(*_spawn(entry, spec, ranks, leave_at))
     adopt()
     check_joined(spawner, ranks, spec.job.multirun)
-    return _finish(run_joined(entry, spec, Origin(spawner, os.getppid())))
+    return _finish(run_joined(entry, spec, Origin(spawner, os.getppid())), False)
 
 
-def _spawn(entry: Entry, spec: RunSpec, ranks: int) -> Outcome:
+def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> tuple[Outcome, bool]:
     run = spec.job.dir
     failure.clear(run)
     # A forked rank has all imports made already. After an accelerator has been touched, fork is not safe.
@@ -53,16 +54,17 @@ def _spawn(entry: Entry, spec: RunSpec, ranks: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="partita_") as folder, _environment():
         board = Board(Path(folder) / "positions", ranks)
         origin = Origin(f"partita ({method})", os.getpid(), board.path)
-        supervisor = Supervisor(board, spec.config["launch"]["grace"])
+        supervisor = Supervisor(board, spec.config["launch"]["grace"], leave_at)
         try:
             with supervisor:
-                return elastic_launch(_launch_config(ranks, method), run_spawned)(entry, spec, origin)[0]
+                outcome = elastic_launch(_launch_config(ranks, method), run_spawned)(entry, spec, origin)[0]
+            return outcome, supervisor.to_grow
         except ChildFailedError:
             # Outside of this block: the launcher's own error says less than we know.
             ended = dict(supervisor.ended)
             positions = board.all()
     if supervisor.signum and (supervisor.late or set(ended.values()) <= {-supervisor.signum}):
-        raise RunInterrupted(supervisor.signum, _cut_off(supervisor, spec))
+        raise RunInterrupted(supervisor.signum, _cut_off(supervisor, spec), supervisor.to_grow)
     raise failure.judge(run, ranks, ended, positions)
 
 
@@ -114,7 +116,7 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _finish(outcome: Outcome) -> dict[str, Any]:
+def _finish(outcome: Outcome, to_grow: bool) -> dict[str, Any]:
     if outcome.signum:
-        raise RunInterrupted(outcome.signum, outcome.message)
+        raise RunInterrupted(outcome.signum, outcome.message, to_grow)
     return outcome.summary

@@ -28,7 +28,10 @@ class Supervisor:
     ended at once. A rank that ends before the run does: the others get a moment to say why, then they are killed.
     """
 
-    def __init__(self, board: Board, grace: float) -> None:
+    def __init__(self, board: Board, grace: float, leave_at: float | None = None) -> None:
+        """leave_at: monotonic seconds at which the ranks are told to save and leave, as by a signal."""
+        self.to_grow = False  # the ranks were told since `leave_at` had come
+        self._leave_at = leave_at
         self.signum = 0  # the first signal that came
         self.late = False  # ranks were killed since `grace` was over
         self.ended: dict[int, int] = {}  # rank -> exit status (negative: signal) of ranks that ended first, by themselves
@@ -66,7 +69,8 @@ class Supervisor:
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h")  # rank 0 may have hidden the cursor
             os._exit(128 + signum)
-        if not self.signum:
+        if not self.signum or self.to_grow:
+            self.to_grow = False
             self._since = time.monotonic()
             self.signum = int(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
@@ -75,8 +79,10 @@ class Supervisor:
     def _run(self) -> None:
         failed_at = None
         while not self._over.wait(TICK):
-            self._pass_on()
             now = time.monotonic()
+            if self._leave_at is not None and now > self._leave_at and not self.signum:
+                self.to_grow, self._since, self.signum = True, now, int(signal.SIGTERM)
+            self._pass_on()
             if failed_at is None and self._look():
                 failed_at = now
             if failed_at is not None:
