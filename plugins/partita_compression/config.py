@@ -1,4 +1,4 @@
-"""Config node `compression`: what travels on the wire."""
+"""Config node `compression`: what travels on the wire, and how."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ from dataclasses import dataclass
 
 @dataclass
 class CompressionConfig:
-    """A wire format for each purpose: native (as precision says), bfloat16, float16, int8, onebit."""
+    """A wire format for each purpose; `native` is the dtype that precision says."""
 
-    # gradients, when they are reduced; sums are made in float32 all the same
+    # gradients, when they are reduced: native, bfloat16, float16, int8, onebit; sums are made in float32 all the same
     gradient_reduce: str = "native"
-    # weights, when they are gathered (only where they are cut)
+    # weights, when they are gathered: native, int8 (ZeRO++, Wang et al. 2023, section 3.1); only where zero cuts the parameters
     parameter_gather: str = "native"
+    # keep what packing loses and send it with the next message (Seide et al. 2014); null: where the format needs it (onebit).
+    # Costs 4 bytes a parameter on each rank (and 4 more for the part it sums, where all ranks need the sum)
+    error_feedback: bool | None = None
+    # share of train.steps during which gradients travel natively; 1-bit Adam (Tang et al. 2021, section 3.3) advises 0.15 to 0.25
+    warmup: float = 0.0
+    # flat, or hierarchical: inside each node first, then between nodes; the format is used between nodes only
+    algorithm: str = "flat"
+    # all, or slow: leave groups inside one node native (hybrid sharding then compresses between its replicas only)
+    levels: str = "all"
+    # ranks of a node; null: as the cluster says (cluster.devices_per_node)
+    node_ranks: int | None = None
+    # count and time every message, by purpose, into the metrics: bytes sent, calls, seconds, exposed (not hidden) seconds
+    log: bool = False

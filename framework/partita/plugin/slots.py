@@ -12,7 +12,7 @@ SLOTS: dict[str, str] = {
     "lr_schedule": "a function (config.lr_schedule, steps) -> a function of the update (from 1) -> factor on optimizer.lr",
     "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",
     "executor": "a function (partita.train.step.StepContext) -> partita.train.step.Executor; the name is the plan's schedule",
-    "collective": "a function (device) -> partita.runtime.collectives.Collectives; the core asks for `default`",
+    "collective": "a function (CollectiveContext) -> partita.runtime.collectives.Collectives; the name is the plan's collectives.provider",
     "tracker": "nothing: a tracker is an observer, and its names are what tracker.name may be",
 }
 

@@ -1,28 +1,45 @@
 """Collectives of the state engine, chosen by backend. All are asynchronous, sum, and need no copy of their input.
 
-Every implementation has `reduce_scatter`, `all_reduce` and `all_gather`; each returns an object with `wait()`. A group of one costs nothing.
+Every implementation has `reduce_scatter`, `all_reduce` and `all_gather`; each returns an object with `wait()`. A group of one costs
+nothing. A bucket works with what `for_bucket` gives it, which may compress and hold state of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from partita.runtime.mesh import Group
+from partita.plan.plan import Plan
+from partita.runtime.mesh import Group, Mesh
+from partita.runtime.transport import Transport, Work
+from partita.state.slices import StateSlice
+
+GRADIENTS, WEIGHTS = "gradient_reduce", "parameter_gather"  # purposes, named as in the plan
 
 
-class Work(Protocol):
-    """A collective under way."""
+@dataclass(frozen=True)
+class CollectiveContext:
+    """What slot `collective` is built from: a function (CollectiveContext) -> Collectives."""
 
-    def wait(self) -> Any:
-        """Blocks (or, on an accelerator, makes the stream wait) until the result is there."""
+    mesh: Mesh
+    plan: Plan
+    transport: Transport
 
 
 class Collectives(Protocol):
     """Slot `collective`."""
+
+    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+        """For the buffers of one bucket (`BucketLayout`, `StateLayout`, `Groups`); all ranks ask in the same order."""
+
+    def begin_step(self, update: int) -> None:
+        """Before the first micro-batch of the update with that number, from 1."""
+
+    def slices(self) -> list[StateSlice]:
+        """State of its own that a checkpoint keeps, this rank's part."""
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """Sum `source` [size * n] over the group; part `group.rank` goes into `output` [n] (added if `accumulate`)."""
@@ -65,13 +82,27 @@ class GlooCollectives:
     is the same on every placement.
     """
 
+    def __init__(self, transport: Transport | None = None) -> None:
+        self.transport = transport or Transport()
+
+    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+        """Itself: it holds nothing."""
+        return self
+
+    def begin_step(self, update: int) -> None:
+        """Nothing to do."""
+
+    def slices(self) -> list[StateSlice]:
+        """None."""
+        return []
+
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """See `Collectives`."""
         if group.size == 1:
             _sum_into(output, source.view(1, -1), accumulate)
             return Done()
         received = torch.empty_like(source)
-        work = dist.all_to_all_single(received, source, group=group.process_group, async_op=True)
+        work = self.transport.all_to_all(received, source, group, GRADIENTS)
         return Then([work], lambda: _sum_into(output, received.view(group.size, -1), accumulate))
 
     def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
@@ -79,15 +110,14 @@ class GlooCollectives:
         if group.size == 1:
             return Done()
         if wire is not None and wire.itemsize < buffer.dtype.itemsize:
-            return _narrow_all_reduce(self, buffer, group, wire)
-        return dist.all_reduce(buffer, group=group.process_group, async_op=True)
+            return _narrow_all_reduce(self.transport, buffer, group, wire)
+        return self.transport.all_reduce(buffer, group, GRADIENTS)
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
         """See `Collectives`."""
         if group.size == 1:
             return Done()
-        parts = buffer.view(group.size, -1)
-        return Then([dist.broadcast(parts[i], r, group=group.process_group, async_op=True) for i, r in enumerate(group.ranks)])
+        return self.transport.share(buffer.view(group.size, -1).unbind(), group, WEIGHTS)
 
 
 class NativeCollectives(GlooCollectives):
@@ -101,9 +131,9 @@ class NativeCollectives(GlooCollectives):
         if group.size == 1 or source.dtype.itemsize < output.dtype.itemsize:
             return super().reduce_scatter(output, source, group, accumulate=accumulate)
         if not accumulate and output.dtype == source.dtype:
-            return dist.reduce_scatter_tensor(output, source, group=group.process_group, async_op=True)
+            return self.transport.reduce_scatter(output, source, group, GRADIENTS)
         part = source.new_empty(output.numel())
-        work = dist.reduce_scatter_tensor(part, source, group=group.process_group, async_op=True)
+        work = self.transport.reduce_scatter(part, source, group, GRADIENTS)
         return Then([work], lambda: _sum_into(output, part.view(1, -1), accumulate))
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
@@ -111,22 +141,22 @@ class NativeCollectives(GlooCollectives):
         if group.size == 1:
             return Done()
         part = buffer.view(group.size, -1)[group.rank]
-        return dist.all_gather_into_tensor(buffer, part, group=group.process_group, async_op=True)
+        return self.transport.all_gather(buffer, part, group, WEIGHTS)
 
 
-def _narrow_all_reduce(collectives: Collectives, buffer: torch.Tensor, group: Group, wire: torch.dtype) -> Work:
+def _narrow_all_reduce(transport: Transport, buffer: torch.Tensor, group: Group, wire: torch.dtype) -> Work:
     """All-reduce whose messages are `wire`: each rank sums one part in the buffer's dtype, rounds it once, and shares it."""
     part = -(-buffer.numel() // group.size)
     send = buffer.new_zeros(part * group.size, dtype=wire)
     send[: buffer.numel()].copy_(buffer)
     received = torch.empty_like(send)
-    work = dist.all_to_all_single(received, send, group=group.process_group, async_op=True)
+    work = transport.all_to_all(received, send, group, GRADIENTS)
 
     def share() -> None:
         total = buffer.new_empty(part)
         _sum_into(total, received.view(group.size, -1), accumulate=False)
         send.view(group.size, -1)[group.rank].copy_(total)
-        collectives.all_gather(send, group).wait()
+        transport.share(send.view(group.size, -1).unbind(), group, GRADIENTS).wait()
         buffer.copy_(send[: buffer.numel()])
 
     return Then([work], share)
@@ -145,6 +175,11 @@ def _sum_into(output: torch.Tensor, parts: torch.Tensor, accumulate: bool) -> No
             output.add_(part)
 
 
-def make_collectives(device: torch.device) -> Collectives:
+def collectives_for(device: torch.device, transport: Transport | None = None) -> GlooCollectives:
     """The built-in implementation for a device."""
-    return GlooCollectives() if device.type == "cpu" else NativeCollectives()
+    return GlooCollectives(transport) if device.type == "cpu" else NativeCollectives(transport)
+
+
+def make_collectives(context: CollectiveContext) -> Collectives:
+    """Slot `collective`, name `default`."""
+    return collectives_for(context.mesh.device, context.transport)

@@ -65,13 +65,16 @@ class Mesh:
             self._groups[key] = self._make(ordered, own=lane > 0)
         return self._groups[key]
 
+    def families(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """The ranks of every group along `axes`, sorted: the same list on all ranks."""
+        return sorted({self.ranks(axes, dict(zip(AXES, p, strict=True))) for p in self._points()})
+
     def _make(self, axes: tuple[str, ...], own: bool) -> Group:
         mine = self.ranks(axes)
         handle = None
         if len(mine) > 1:
             # new_group is collective over the world: every family of ranks is made by every rank.
-            families = sorted({self.ranks(axes, dict(zip(AXES, p, strict=True))) for p in self._points()})
-            for family in families:
+            for family in self.families(axes):
                 made = dist.new_group(list(family)) if own or len(family) < self.world else dist.group.WORLD
                 if family == mine:
                     handle = made

@@ -17,6 +17,7 @@ from partita.plan.plan import Placement
 from partita.runtime.collectives import Collectives, Work
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout, StateLayout, dtype_of
+from partita.state.slices import StateSlice
 from partita_kernels import squared_norm
 
 
@@ -69,7 +70,8 @@ class Bucket:
         device: torch.device,
         wire: torch.dtype,
     ) -> None:
-        self.layout, self.groups, self._collectives, self._pool = layout, groups, collectives, pool
+        self.layout, self.groups, self._pool = layout, groups, pool
+        self._collectives = collectives.for_bucket(layout, state, groups)
         self._placement: Placement = state.placement_of(layout)
         self.index = groups.shard.rank
         compute, master = dtype_of(state.precision.compute), dtype_of(state.precision.master)
@@ -220,6 +222,10 @@ class Bucket:
         self._accumulated = False
 
     # ------------------------------------------------------------------ views
+
+    def wire_slices(self) -> list[StateSlice]:
+        """What the collectives of this bucket hold for themselves, such as errors of compression."""
+        return self._collectives.slices()
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """(hyper-parameter group, lo, hi) ranges of this rank's shard."""

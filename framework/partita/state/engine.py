@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.plan.plan import AXES, GRADIENT_AXES, Plan
-from partita.runtime.collectives import Collectives, make_collectives
+from partita.runtime.collectives import Collectives, collectives_for
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
 from partita.state.copies import Copies
@@ -34,6 +35,8 @@ from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
 from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
 
+# wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
+WIRE_DTYPES = ("bfloat16", "float16")
 Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 Gradient = torch.Tensor | Callable[[], torch.Tensor]  # or what computes it
 
@@ -98,7 +101,7 @@ class StateEngine:
         self.bindings = bind_parameters(model)
         self._refuse_odd_dtypes()
         self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
-        self._collectives = collectives or make_collectives(self.device)
+        self._collectives = collectives or collectives_for(self.device)
         self._prefetch = prefetch
         self._cut = tuple(a for a in AXES if a in self.layout.placement.optimizer)
         # All ranks make the usual groups in one order, whatever their stage needs of them.
@@ -143,7 +146,7 @@ class StateEngine:
         """
         pool = BufferPool(self.device)
         wire = self.plan.collectives.gradient_reduce.format
-        wire_dtype = dtype_of(self.plan.precision.reduce if wire == "native" else wire)
+        wire_dtype = dtype_of(wire if wire in WIRE_DTYPES else self.plan.precision.reduce)
         by_name = {b.name: b for b in self.bindings}
         buckets: dict[str, list[Bucket]] = {}
         for layout in self.layout.buckets:
@@ -274,6 +277,7 @@ class StateEngine:
     def begin_step(self) -> None:
         """Before the first micro-batch of an update."""
         self._micro = 0
+        self._collectives.begin_step(self.updates + 1)
         for unit in self.units:
             for bucket in unit.trainable:
                 bucket.begin_step()
@@ -496,6 +500,7 @@ class StateEngine:
                 b = lo + (hi - lo) * (copy + 1) // copies
                 if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
                     out += self._slices(bucket, s, a, b)
+            out += bucket.wire_slices()
         if not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline"):
             for name, tensor in self._saved_buffers():
                 if self.stages is not None and name not in self.stages.buffers:
@@ -513,6 +518,7 @@ class StateEngine:
         for bucket in self.buckets:
             for s, lo, hi in bucket.layout.owned(bucket.index):
                 out += self._slices(bucket, s, lo, hi)
+            out += [replace(s, optional=True) for s in bucket.wire_slices()]
         for name, tensor in self._saved_buffers():
             out.append(
                 StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1))

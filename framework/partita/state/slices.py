@@ -11,7 +11,8 @@ import torch
 class StateSlice:
     """Elements [lo, hi) in row-major order of the tensor `key` of `shape`.
 
-    data: 1-D view of hi - lo elements; a load writes into it. key: `model.<parameter>`, `optimizer.<parameter>.<state>`, `buffer.<name>`.
+    data: 1-D view of hi - lo elements; a load writes into it. key: `model.<parameter>`, `optimizer.<parameter>.<state>`, `buffer.<name>`,
+    or `wire.<parameter>.<state>` [senders, *shape]. optional: a load goes on without it where the checkpoint has none of that shape.
     """
 
     key: str
@@ -20,3 +21,4 @@ class StateSlice:
     lo: int
     hi: int
     data: torch.Tensor
+    optional: bool = False

@@ -47,15 +47,16 @@ def load_slices(
     """Fill `slices` from a checkpoint that any layout wrote. Needs no process group; memory needed beside the slices is a few MB.
 
     Stored and wanted dtype may differ if both are floating: values are rounded to the wanted one. `partial`: load what is there,
-    leave and report the rest. `skip`: leave these without looking for them. Raises CheckpointError with the names where, without `partial`, something is missing or of another
+    leave and report the rest, as is always done for optional slices. `skip`: leave these without looking for them. Raises CheckpointError with the names where, without `partial`, something is missing or of another
     shape (nothing has been changed then), and where a file is damaged.
     """
     index = read_index(find_checkpoint(path))
     skipped = {s.key for s in slices if skip is not None and skip(index, s.key)}
     slices = [s for s in slices if s.key not in skipped]
     unusable = {s.key: why for s in slices if (why := _unusable(index.tensors.get(s.key), s))}
-    if unusable and not partial:
-        raise _refusal(index, unusable)
+    needed = {s.key: unusable[s.key] for s in slices if s.key in unusable and not s.optional}
+    if needed and not partial:
+        raise _refusal(index, needed)
     usable = [s for s in slices if s.key not in unusable]
     read = fill(index, usable)
     report = replace(_report(index, usable, unusable, read), skipped=tuple(sorted(skipped)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from partita.errors import CheckpointError, PartitaError, RunInterrupted
 from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
+from partita.runtime.transport import LoggedTransport
 from partita.train.progress import Progress
 from partita.train.resume import save
 from partita.train.run import Run
@@ -123,6 +125,8 @@ def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: i
     }
     if run.engine.scaler.skips:
         metrics |= {"loss_scale": run.engine.scaler.value, "skipped": run.engine.scaler.skipped}
+    if isinstance(run.transport, LoggedTransport):
+        metrics["communication"] = {k: asdict(v) for k, v in run.transport.take().items()}
     flops = getattr(run.model, "flops_per_token", None)
     peak = run.config.train.peak_flops or run.device.peak_flops(run.plan.precision.compute)
     if flops is not None and peak:

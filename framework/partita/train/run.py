@@ -16,11 +16,13 @@ from partita.errors import PartitaError, RunInterrupted
 from partita.plan.plan import Plan
 from partita.plugin.registry import Registry
 from partita.runtime import phase
+from partita.runtime.collectives import CollectiveContext
 from partita.runtime.device import Device
 from partita.runtime.mesh import Mesh
 from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
+from partita.runtime.transport import LoggedTransport, Transport
 from partita.state.engine import StateEngine
 from partita.train.checkpoint import Checkpointer
 from partita.train.metrics import MetricsFile
@@ -46,6 +48,7 @@ class Run:
     step: int = 0
     model: nn.Module = field(init=False)
     engine: StateEngine = field(init=False)
+    transport: Transport = field(init=False)
     tokenizer: Any = field(init=False)
     data: Any = field(init=False)
     step_context: StepContext = field(init=False)
@@ -119,7 +122,9 @@ def _build(run: Run) -> None:
         model = transform.apply(model, run)
     run.model = model.train()
     rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
-    collectives = registry.provide("collective", "default")(run.mesh.device)
+    run.transport = LoggedTransport() if run.plan.collectives.log else Transport()
+    context = CollectiveContext(run.mesh, run.plan, run.transport)
+    collectives = registry.provide("collective", run.plan.collectives.provider)(context)
     prefetch = int(run.plan.extensions.get("prefetch", 1))
     run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch)
     run.engine.materialize(weight_source(model, config.seed))

@@ -1,0 +1,79 @@
+"""Wire formats: a flat tensor as a packet of bytes and back. Values are in blocks with a float32 scale each; see `partita_kernels`.
+
+A packet holds the values first and the scales after them; both begin at multiples of 4 bytes as long as the elements are a multiple
+of 64, which the state layout guarantees for shards.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from partita_kernels import quantize, signs
+
+
+class Format(Protocol):
+    """How elements travel. `lossy_sum`: whether what a packet loses must be fed back for training to converge."""
+
+    name: str
+    needs_feedback: bool
+
+    def size(self, n: int) -> int:
+        """Bytes of a packet of n elements, scales included."""
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """x: contiguous 1-D float [n]. packet: uint8 [size(n)], written."""
+
+    def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """out: contiguous 1-D float [n], written, or added to in float32. A block that held a NaN or Inf comes back not finite."""
+
+
+class Int8:
+    """8 bits and a scale for 256 elements: 1.016 bytes an element."""
+
+    name, block, needs_feedback = "int8", 256, False
+
+    def size(self, n: int) -> int:
+        """See `Format`."""
+        return n + 4 * -(-n // self.block)
+
+    def _parts(self, packet: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return packet[:n].view(torch.int8), packet[n:].view(torch.float32)
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """See `Format`."""
+        q, scales = self._parts(packet, x.numel())
+        quantize.QUANTIZE.on(x.device)(x, q, scales, self.block)
+
+    def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """See `Format`."""
+        q, scales = self._parts(packet, out.numel())
+        quantize.DEQUANTIZE.on(out.device)(q, scales, out, self.block, add)
+
+
+class OneBit:
+    """The sign, and the mean magnitude of 1024 elements: 0.129 bytes an element (1-bit SGD, Seide et al. 2014)."""
+
+    name, block, needs_feedback = "onebit", 1024, True
+
+    def size(self, n: int) -> int:
+        """See `Format`."""
+        return -(-n // 32) * 4 + 4 * -(-n // self.block)
+
+    def _parts(self, packet: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values = -(-n // 32) * 4
+        return packet[: -(-n // 8)], packet[values:].view(torch.float32)
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """See `Format`."""
+        bits, scales = self._parts(packet, x.numel())
+        signs.PACK.on(x.device)(x, None, bits, scales, self.block)
+
+    def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """See `Format`."""
+        bits, scales = self._parts(packet, out.numel())
+        signs.UNPACK.on(out.device)(bits, scales, out, self.block, add)
+
+
+FORMATS: dict[str, Format] = {f.name: f for f in (Int8(), OneBit())}
