@@ -83,9 +83,7 @@ def test_a_sum_is_the_same_to_the_bit_on_all_ranks(n: int, feedback: bool) -> No
 
 def not_finite(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = _mesh(rank, world)
-    exchange = Exchange(
-        FORMATS["int8"], mesh.group(("shard",)), 512, LoggedTransport(), mesh.device, feedback=True, shared=True
-    )
+    exchange = Exchange(FORMATS["int8"], mesh.group(("shard",)), 512, LoggedTransport(), mesh.device, feedback=True, shared=True)
     first, second = torch.ones(512), torch.ones(512)
     if rank == 1:
         first[7] = float("inf")
