@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from partita_kernels.adamw import adamw_
 from partita_kernels.dispatch import OPERATIONS, Operation, replace, using
+from partita_kernels.lion import lion_
+from partita_kernels.rounding import Rounding
 from partita_kernels.sgd import sgd_
 from partita_kernels.squares import squared_norm
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OPERATIONS",
     "Operation",
+    "Rounding",
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
@@ -33,6 +36,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
+    "lion_",
     "pack_signs",
     "quantize_int8",
     "replace",

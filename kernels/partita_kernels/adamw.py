@@ -2,199 +2,114 @@
 
 In a step: g = scale * gradient; m += (1 - beta1)(g - m); v = beta2 v + (1 - beta2) g^2;
 p = p(1 - lr decay) - lr / (1 - beta1^step) * m / (sqrt(v / (1 - beta2^step)) + eps). Memory read and written for each weight with
-bfloat16 gradients and copies: 28 bytes.
+bfloat16 gradients and copies: 28 bytes; with 8-bit moments 16.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partita_kernels import native
 from partita_kernels.dispatch import Operation
-from partita_kernels.flat import Batch, batches, chunks, is_set
-from partita_kernels.jit import cdiv, kernel
+from partita_kernels.flat import Batch, Copies, PerRange, State, Tensors, batches, spread
+from partita_kernels.jit import kernel
+from partita_kernels.rounding import Rounding
+from partita_kernels.update import Rule, by_numbers
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = 1024  # elements of a Triton program
-
-
-class Hyper(NamedTuple):
-    """Numbers of a step, as doubles."""
-
-    step: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-
-    @property
-    def step_size(self) -> float:
-        """lr with the first moment's bias taken off."""
-        return self.lr / (1 - self.beta1**self.step)
-
-    @property
-    def root_correction(self) -> float:
-        """What sqrt(v) is divided by."""
-        return math.sqrt(1 - self.beta2**self.step)
+DECOUPLED = 1
 
 
 def adamw_(
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
     *,
-    copies: Sequence[torch.Tensor | None],
+    copies: Copies,
     step: int,
-    lr: float,
+    lr: PerRange,
     beta1: float,
     beta2: float,
     eps: float,
-    weight_decay: float,
+    weight_decay: PerRange,
     decoupled: bool = True,
     scale: torch.Tensor,
     skip: torch.Tensor | None = None,
+    scales: tuple[Tensors, Tensors] | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), or with decoupled=False Adam with decay in the gradient, in place.
 
-    All tensors are 1-D, contiguous and of any length, range by range of equal length; params and moments float32, gradients
-    float32, bfloat16 or float16. copies: low-precision weights to write, or None for a range. step counts from 1. scale: 0-d
-    float32 factor on the gradients (unscale x clip). skip: 0-d; nonzero: nothing changes. Gradients may be overwritten.
-    Raises ValueError for unequal lengths.
+    All tensors are 1-D, contiguous and of any length, range by range of equal length. params float32 or bfloat16; gradients
+    float32, bfloat16 or float16. copies: low-precision weights to write, or None for a range. step counts from 1. lr,
+    weight_decay: one number, or one for each range. scale: 0-d float32 factor on the gradients (unscale x clip). skip: 0-d;
+    nonzero: nothing changes. Gradients may be overwritten.
+
+    Moments are float32, bfloat16, or 8-bit: uint8 codes with `scales`, the float32 block scales of both moments
+    (ceil(n / 256) for a range); all start at zero. rounding: bfloat16 weights and narrow moments are rounded stochastically
+    (see `Rounding`); None: to nearest, which loses updates of less than half a step of the format.
+
+    Raises ValueError for unequal lengths, and for formats that don't fit.
     """
-    work = batches(params, grads, [exp_avgs, exp_avg_sqs], copies)
+    count = len(params)
+    none: Copies = [None] * count
+    first, second = scales or (none, none)
+    lrs, decays = spread(lr, count, "lr"), spread(weight_decay, count, "weight_decay")
+    numbers = [_numbers(step, rate, beta1, beta2, eps, decay) for rate, decay in zip(lrs, decays)]
+    states = [State(exp_avgs, first), State(exp_avg_sqs, second, signed=False)]
+    work = batches(params, grads, states, copies, numbers, None if rounding is None else rounding.starts)
     if work:
-        hyper = Hyper(step, lr, beta1, beta2, eps, weight_decay, decoupled)
-        ADAMW.on(work[0].params[0].device)(work, hyper, scale, skip)
+        ADAMW.on(work[0].params[0].device)(work, scale, skip, DECOUPLED if decoupled else 0, rounding)
 
 
-def reference(work: list[Batch], h: Hyper, scale: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """Plain torch, piece by piece; computes in the dtype of the parameters."""
-    if is_set(skip):
-        return
-    for batch in work:
-        first, second = batch.states
-        p: Any
-        for p, g, m, v, copy in chunks(batch.params, batch.grads, first, second, batch.copies):
-            _update_piece(p, g, m, v, h, scale)
-            if copy is not None:
-                copy.copy_(p)
+def _numbers(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> tuple[float, ...]:
+    """What kernels read. one1, one2: 1 - beta from doubles, since in float32 1 - 0.999 is off by 2e-5 of itself."""
+    step_size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    return 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, decay, step_size, root, lr, beta1, float(step)
 
 
-def _update_piece(p: Any, g: Any, m: Any, v: Any, h: Hyper, scale: torch.Tensor) -> None:
-    grad = g.to(p.dtype) * scale.to(p)
-    if h.decoupled:
-        p.mul_(1 - h.lr * h.weight_decay)
-    elif h.weight_decay:
-        grad.add_(p, alpha=h.weight_decay)
-    m.lerp_(grad, 1 - h.beta1)
-    v.mul_(h.beta2).addcmul_(grad, grad, value=1 - h.beta2)
-    p.addcdiv_(m, v.sqrt().div_(h.root_correction).add_(h.eps), value=-h.step_size)
+def _piece(p: Any, g: Any, states: Sequence[Any], numbers: tuple[float, ...], flag: int) -> None:
+    keep, one1, beta2, one2, eps, decay, step_size, root = numbers[:8]
+    m, v = states
+    if flag & DECOUPLED:
+        p.mul_(keep)
+    elif decay:
+        g = g.add(p, alpha=decay)
+    m.lerp_(g, one1)
+    v.mul_(beta2).addcmul_(g, g, value=one2)
+    p.addcdiv_(m, v.sqrt().div_(root).add_(eps), value=-step_size)
 
 
 @kernel
-def _kernel(
-    p_ptr, g_ptr, m_ptr, v_ptr, copy_ptr, scale_ptr, skip_ptr, n,
-    keep, one1, beta2, one2, eps, decay, step_size, root,
-    COPY: tl.constexpr, SKIP: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if SKIP:
-        n = tl.where(tl.load(skip_ptr) == 0, n, 0)
-    inside = at < n
-    scale = tl.load(scale_ptr)
-    p = tl.load(p_ptr + at, mask=inside, other=0.0)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * scale
-    m = tl.load(m_ptr + at, mask=inside, other=0.0)
-    v = tl.load(v_ptr + at, mask=inside, other=0.0)
-    if DECOUPLED:
-        p = p * keep
+def _step(p, g, m, v, numbers, FLAG: tl.constexpr):
+    if FLAG == 1:
+        p = p * tl.load(numbers)
     else:
-        g = g + decay * p
-    m = m + one1 * (g - m)
-    v = beta2 * v + one2 * g * g
-    p = p - step_size * m / (tl.sqrt(v) / root + eps)
-    tl.store(p_ptr + at, p, mask=inside)
-    tl.store(m_ptr + at, m, mask=inside)
-    tl.store(v_ptr + at, v, mask=inside)
-    if COPY:
-        tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), mask=inside)
+        g = g + tl.load(numbers + 5) * p
+    m = m + tl.load(numbers + 1) * (g - m)
+    v = tl.load(numbers + 2) * v + tl.load(numbers + 3) * g * g
+    p = p - tl.load(numbers + 6) * m / (tl.sqrt(v) / tl.load(numbers + 7) + tl.load(numbers + 4))
+    return p, m, v
 
 
-def triton(work: list[Batch], h: Hyper, scale: torch.Tensor, skip: torch.Tensor | None, block: int = BLOCK) -> None:
-    """One launch for each range; nothing waits for the device."""
-    device = work[0].params[0].device
-    scale = scale.to(device, torch.float32)
-    flag = scale if skip is None else skip.to(device, torch.float32)
-    numbers = (
-        1 - h.lr * h.weight_decay,
-        1 - h.beta1,
-        h.beta2,
-        1 - h.beta2,
-        h.eps,
-        h.weight_decay,
-        h.step_size,
-        h.root_correction,
-    )
-    for batch in work:
-        for p, g, m, v, copy in zip(batch.params, batch.grads, *batch.states, batch.copies, strict=True):
-            n = p.numel()
-            constants = {"COPY": copy is not None, "SKIP": skip is not None, "DECOUPLED": h.decoupled, "BLOCK": block}
-            _kernel[(cdiv(n, block),)](p, g, m, v, p if copy is None else copy, scale, flag, n, *numbers, **constants)
-
-
-def cpu(work: list[Batch], h: Hyper, scale: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """torch's fused update for float32 without copies; one C++ pass for low precision, where torch would need three."""
-    if is_set(skip):
-        return
-    for batch in work:
-        if batch.plain:
-            _torch_fused(batch, h, float(scale))
-        elif batch.native and (library := native.load("optimizer")):
-            _native(library, batch, h, float(scale))
-        else:
-            reference([batch], h, scale, None)
-
-
-def _torch_fused(batch: Batch, h: Hyper, scale: float) -> None:
+def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
     """torch divides by grad_scale and writes the result into the gradient, so a factor of one isn't passed."""
-    update: Any = torch._fused_adamw_ if h.decoupled else torch._fused_adam_
-    update(
-        batch.params,
-        batch.grads,
-        *batch.states,
-        [],
-        [torch.full((), float(h.step)) for _ in batch.params],
-        lr=h.lr,
-        beta1=h.beta1,
-        beta2=h.beta2,
-        weight_decay=h.weight_decay,
-        eps=h.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale if scale else math.inf),
-        found_inf=None,
-    )
+    update: Any = torch._fused_adamw_ if flag & DECOUPLED else torch._fused_adam_
+    factor = float(scale)
+    for numbers, params, grads, first, second in by_numbers(batch):
+        _, _, beta2, _, eps, decay, _, _, lr, beta1, step = numbers
+        update(
+            params, grads, first, second, [], [torch.full((), step) for _ in params],
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+            grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor if factor else math.inf), found_inf=None,
+        )  # fmt: skip
 
 
-def _native(library: Any, batch: Batch, h: Hyper, scale: float) -> None:
-    grad_code, copy_code = batch.codes()
-    pointers = native.pointers
-    first, second = (pointers(s) for s in batch.states)
-    numbers = (h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.step_size, h.root_correction, scale)
-    library.adamw(
-        native.integer(len(batch.params)), native.lengths(batch.params), pointers(batch.params),
-        pointers(batch.grads), grad_code, first, second, pointers(batch.copies), copy_code,
-        *map(native.double, numbers), int(h.decoupled), native.threads(),
-    )  # fmt: skip
-
-
-ADAMW = Operation("adamw", reference, triton, cpu)
+RULE = Rule(0, _piece, _step, _fused)
+ADAMW = Operation("adamw", RULE.reference, RULE.triton, RULE.cpu)

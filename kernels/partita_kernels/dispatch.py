@@ -19,7 +19,7 @@ import torch
 TRITON_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices cuda
 MODES = ("auto", "reference", "triton", "cpu")
 
-MODULES = ("adamw", "glu", "loss", "norm", "quantize", "rotary", "sgd", "signs", "squares")  # those with operations
+MODULES = ("adamw", "glu", "lion", "loss", "norm", "quantize", "rotary", "sgd", "signs", "squares")  # those with operations
 
 _mode = "auto"
 

@@ -37,6 +37,13 @@ def kernel(fn: Callable[..., Any]) -> Any:
     return Kernel(fn)
 
 
+def language_type(dtype: Any) -> Any:
+    """Triton's name of a torch dtype."""
+    import triton.language
+
+    return getattr(triton.language, str(dtype).removeprefix("torch."))
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

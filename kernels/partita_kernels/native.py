@@ -104,6 +104,7 @@ def _cpu() -> bytes:
 
 double = ctypes.c_double
 single = ctypes.c_float
+word = ctypes.c_uint32
 integer = ctypes.c_int64
 
 
@@ -130,3 +131,8 @@ def lengths(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_int64]:
 def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """Array of 64-bit integers."""
     return (ctypes.c_int64 * len(values))(*values)
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """Array of doubles."""
+    return (ctypes.c_double * len(values))(*values)

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from partita_kernels import adamw, glu, loss, norm, quantize, rotary, sgd, signs, squares
-from partita_kernels.flat import batches
+import partita_kernels
+from partita_kernels import Rounding, glu, loss, norm, quantize, rotary, signs, squares
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -120,9 +120,22 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _flat(states: int) -> list[Any]:
-    wide = [[empty(1 << 20, dtype=F32)] for _ in range(states + 1)]
-    return batches(wide[0], [empty(1 << 20)], wide[1:], [empty(1 << 20)])
+def _update(rule: str, param: torch.dtype = F32, state: torch.dtype = F32, copy: bool = True, rounding: bool = False) -> None:
+    """Two ranges with numbers of their own."""
+    n, states = 1 << 20, 2 if rule == "adamw" else 1
+    wide = [[empty(n, dtype=state)] * 2 for _ in range(states)]
+    scales = [[empty(n // 256, dtype=F32)] * 2 for _ in range(states)]
+    more: dict[str, Any] = {
+        "adamw": {"step": 3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8},
+        "sgd": {"momentum": 0.9, "nesterov": True},
+    }.get(rule, {"beta1": 0.9, "beta2": 0.99})
+    if state == torch.uint8:
+        more["scales"] = scales if states == 2 else scales[0]
+    with partita_kernels.using("triton"):
+        getattr(partita_kernels, f"{rule}_")(
+            [empty(n, dtype=param)] * 2, [empty(n)] * 2, *wide, copies=[empty(n) if copy else None] * 2, lr=[1e-3, 1e-4], weight_decay=0.1,
+            scale=empty(dtype=F32), skip=empty(dtype=F32), rounding=Rounding(0, 1, [0, n]) if rounding else None, **more,
+        )  # fmt: skip
 
 
 def _norm(width: int) -> None:
@@ -168,8 +181,11 @@ def _rope() -> None:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "adamw": lambda: adamw.triton(_flat(2), adamw.Hyper(1, 1e-3, 0.9, 0.95, 1e-8, 0.1, True), empty(dtype=F32), empty(dtype=F32)),
-    "sgd": lambda: sgd.triton(_flat(1), sgd.Hyper(1e-3, 0.9, True, 0.1), empty(dtype=F32), None),
+    "adamw": lambda: _update("adamw"),
+    "adamw, 8-bit states": lambda: _update("adamw", state=torch.uint8, rounding=True),
+    "adamw, bfloat16 throughout": lambda: _update("adamw", BF16, BF16, copy=False, rounding=True),
+    "sgd": lambda: _update("sgd"),
+    "lion": lambda: _update("lion"),
     "squared_norm": lambda: squares.triton([empty(1 << 24)]),
     "add_rms_norm, 4096 wide": lambda: _norm(4096),
     "add_rms_norm, 16384 wide": lambda: _norm(16384),

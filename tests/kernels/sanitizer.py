@@ -28,7 +28,7 @@ class _State:
         self.program: tuple[int, ...] = ()
 
     def launch(self, tensors: list[torch.Tensor]) -> None:
-        spans = sorted({_span(t) for t in tensors})
+        spans = sorted({span for t in tensors for span in (_span(t), *getattr(t, "spans", ()))})
         self.begin, self.end = (np.array([s[i] for s in spans], np.uint64) for i in (0, 1))
         self.writer.clear()
 
@@ -84,8 +84,9 @@ def sanitize() -> Iterator[None]:
         return saved[1](self, pointers, value, mask, *rest, **more)
 
     def arguments(self, args, kwargs):
+        given = list(_tensors([*args, *kwargs.values()]))  # with the spans of tables, which copies don't have
         args, kwargs = saved[2](self, args, kwargs)
-        state.launch(list(_tensors([*args, *kwargs.values()])))
+        state.launch([*given, *_tensors([*args, *kwargs.values()])])
         return args, kwargs
 
     def place(self, x, y, z):

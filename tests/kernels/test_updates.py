@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 from numbers64 import BF16, F16, F32, error
-from updates import adam_run, sgd_once, sgd_run
+from updates import Narrow, adam_run, lion_run, sgd_once, sgd_run
 
 import partita_kernels as kernels
+from partita_kernels import rounding
 
 SIZES = [0, 1, 15, 5000]
 
@@ -44,8 +45,124 @@ def test_sgd_against_float64(formats, momentum, nesterov, device, fresh_seed):
         close(got, sgd_run(SIZES, formats[0], None, momentum=momentum, nesterov=nesterov, dtype=torch.float64, seed=fresh_seed))
 
 
+@pytest.mark.parametrize("formats", [(F32, None), (BF16, BF16), (F16, None)])
+def test_lion_against_float64(formats, device, fresh_seed):
+    got = lion_run(SIZES, *formats, seed=fresh_seed, device=device)
+    copies_are_rounded_weights(got)
+    with kernels.using("reference"):
+        close(got, lion_run(SIZES, formats[0], None, dtype=torch.float64, seed=fresh_seed), bound=2e-6)
+
+
+@pytest.mark.parametrize("grad_dtype", [F32, BF16])
+def test_ranges_with_numbers_of_their_own(grad_dtype, device, fresh_seed):
+    """One call with a list is the same as a call for each range."""
+
+    def run(together):
+        torch.manual_seed(fresh_seed)
+        p, g = ([torch.randn(n).to(d).to(device) for n in (700, 1, 40)] for d in (F32, grad_dtype))
+        m, v = ([torch.zeros_like(t) for t in p] for _ in range(2))
+        lrs, decays = [0.1, 0.2, 0.0], [0.0, 0.3, 0.1]
+        for at in [slice(0, 3)] if together else [slice(i, i + 1) for i in range(3)]:
+            lr, decay = (lrs[at], decays[at]) if together else (lrs[at][0], decays[at][0])
+            kernels.adamw_(
+                p[at], g[at], m[at], v[at], copies=[None] * len(p[at]), step=2, lr=lr, beta1=0.9, beta2=0.99, eps=1e-8,
+                weight_decay=decay, scale=torch.ones((), device=device),
+            )  # fmt: skip
+        return p
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False)))
+    with pytest.raises(ValueError, match="lr: 2 numbers for 1 ranges"):
+        sgd_once(torch.zeros(3, device=device), torch.zeros(3, device=device), lr=[1.0, 2.0])
+
+
+@pytest.mark.parametrize(("param", "state"), [(F32, torch.uint8), (BF16, BF16), (BF16, F32), (BF16, torch.uint8), (F32, BF16)])
+@pytest.mark.parametrize("random", [True, False])
+def test_narrow_formats_are_those_of_the_reference(param, state, random, device, fresh_seed):
+    """Same random bits, so the same codes; a sum may differ in its last bit, which a rounding can make a whole step of the format."""
+    ours, plain = (Narrow([0, 700, 256, 5], param, state, device, fresh_seed) for _ in range(2))
+    for k in (1, 2, 3):
+        ours.step(k, random=random)
+    with kernels.using("reference"):
+        for k in (1, 2, 3):
+            plain.step(k, random=random)
+    for a, b in zip(ours.tensors(), plain.tensors()):
+        different = (a.double() != b.double()).sum().item()
+        assert different <= max(2, 0.01 * a.numel()) if a.dtype != F32 else error(a, b) < 2e-3
+
+
+@pytest.mark.parametrize("state", [torch.uint8, BF16])
+def test_stochastic_rounding_does_not_depend_on_cuts(state, device):
+    runs = [Narrow([2000], BF16, state, device) for _ in range(2)]
+    for run, cut in zip(runs, (None, 512)):
+        for k in (1, 2):
+            run.step(k, cut=cut)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].tensors(), runs[1].tensors()))
+
+
+def test_stochastic_rounding_keeps_small_updates(device):
+    """Weights of 1 and steps of 1e-3, where a step of bfloat16 is 4e-3: on average they move as they should."""
+    moved = {}
+    for random in (True, False):
+        run = Narrow([2048], BF16, F32, device)
+        run.params[0].fill_(1.0)
+        ones = torch.ones(2048, device=device)
+        for k in (1, 2, 3):
+            run.step(k, [ones], random, lr=1e-3)
+        moved[random] = (1 - run.params[0].double().mean()).item()
+    assert moved[False] == 0
+    assert abs(moved[True] / 3.3e-3 - 1) < 0.1  # three steps of lr, and of lr x decay of 0.1 x 1
+
+
+def test_random_bits_are_even_and_differ(device):
+    at = rounding.random_bits((1 << 32) - 5000, 10_000, rounding.Rounding(3, 7, []).keys(), 1, device)
+    assert ((at >= 0) & (at < 1 << 32)).all()
+    assert at.unique().numel() > 9_990
+    for bit in range(32):
+        assert abs(((at >> bit) & 1).double().mean().item() - 0.5) < 0.03
+    other = rounding.random_bits((1 << 32) - 5000, 10_000, rounding.Rounding(3, 8, []).keys(), 1, device)
+    assert (at == other).sum() < 3
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bit_states_keep_three_bits(signed, device):
+    x = torch.randn(1000, device=device) * 10.0 ** torch.randint(-3, 4, (1000,), device=device)
+    x = x if signed else x.abs()
+    codes, scales = torch.zeros(1000, dtype=torch.uint8, device=device), torch.zeros(4, device=device)
+    rounding.encode8(x, codes, scales, signed, None)
+    back = rounding.decode8(codes, scales, signed)
+    peak = scales.repeat_interleave(256)[:1000]
+    small = x.abs() < peak * 2.0**-15
+    assert ((back - x).abs() <= x.abs() / 16 * 1.0001)[~small].all()
+    assert (back[small].abs() <= peak[small] * 2.0**-15).all()
+    if not signed:
+        assert (back > 0).all()
+    average = torch.zeros(1000, device=device)
+    for step in range(200):
+        bits = rounding.random_bits(0, 1000, rounding.Rounding(1, step, []).keys(), 1, device)
+        rounding.encode8(x, codes, scales, signed, bits)
+        average += rounding.decode8(codes, scales, signed) / 200
+    assert (((average - x) / x)[~small].abs() < 0.02).all()
+
+
+def test_bad_numbers_spoil_a_block_of_8_bit_states(device):
+    run = Narrow([600], F32, torch.uint8, device)
+    g = torch.ones(600, device=device)
+    g[300] = float("nan")
+    run.step(1, [g])
+    assert run.params[0].isnan().nonzero().flatten().tolist() == [300]
+    run.step(2, [torch.ones(600, device=device)])
+    assert run.params[0].isnan().nonzero().flatten().tolist() == list(range(256, 512))
+
+
+def test_8_bit_states_start_at_whole_blocks(device):
+    run = Narrow([600], F32, torch.uint8, device)
+    run.starts = [100]
+    with pytest.raises(ValueError, match="multiple of 256"):
+        run.step(1)
+
+
 @pytest.mark.parametrize("formats", [(F32, None), (BF16, BF16)])
-@pytest.mark.parametrize("run", [adam_run, sgd_run])
+@pytest.mark.parametrize("run", [adam_run, sgd_run, lion_run])
 def test_skip_changes_nothing(run, formats, device):
     start = run([100], *formats, steps=0, device=device)
     held = run([100], *formats, skip=torch.tensor(1.0, device=device), device=device)
