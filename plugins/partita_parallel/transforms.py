@@ -14,11 +14,25 @@ if TYPE_CHECKING:
 
 @hookimpl
 def partita_transforms(plan: Plan) -> list[Transform]:
-    """Cuts the matrices where there is a tensor axis."""
-    return [Transform("tensor_parallel", _tensor_parallel)] if plan.layout.tensor > 1 else []
+    """Cuts matrices where there is a tensor axis, and samples where there is a context axis."""
+    found = []
+    if plan.layout.tensor > 1:
+        found.append(Transform("tensor_parallel", _tensor_parallel))
+    if plan.layout.context > 1:
+        found.append(Transform("context_parallel", _context_parallel, after=("stage_split",), before=("adapter",)))
+    return found
+
+
+# torch is imported only where something runs
 
 
 def _tensor_parallel(model: nn.Module, run: Any) -> nn.Module:
-    from partita_parallel.tensor import tensor_parallel  # torch is imported only where something runs
+    from partita_parallel.tensor import tensor_parallel
 
     return tensor_parallel(model, run)
+
+
+def _context_parallel(model: nn.Module, run: Any) -> nn.Module:
+    from partita_parallel.context import context_parallel
+
+    return context_parallel(model, run)

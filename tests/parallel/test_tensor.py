@@ -96,7 +96,7 @@ def test_a_hugging_face_model_trains(tmp_path):
         (
             ["parallel.tensor=2", "model=hf", "+model.options.model_type=mixtral", "model.dropout=0"],
             "parallel.styles",
-            "moe_tp_experts",
+            "packed_colwise",
         ),
     ],
 )
