@@ -31,7 +31,11 @@ PROVIDED: dict[str, dict[str, str]] = {
         "ids": "partita.data.tokenizer:make_ids",
     },
     "lr_schedule": {
-        name: f"partita.train.schedules:make_{name}" for name in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+        **{name: f"partita.train.schedules:make_{name}" for name in ("constant", "linear", "cosine", "wsd", "inverse_sqrt")},
+        **{
+            name: f"partita.train.counted_schedules:make_{name}"
+            for name in ("warmup", "warmup_decay", "warmup_cosine", "one_cycle", "range_test")
+        },
     },
     "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
     "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd")},

@@ -1,4 +1,4 @@
-"""Commands: `partita train | plan | plugins | export | convert`, and what scripts/ call. Imports stay light until a job runs."""
+"""Commands: `partita train | plan | plugins | translate | export | convert`, and what scripts/ call. Imports stay light until a job runs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ usage: partita COMMAND [ARGUMENTS]
   train    train:            partita train +strategy=zero3 model=llama train.steps=1000
   plan     show the plan:    partita plan +strategy=zero3 cluster=dgx_h100 cluster.nodes=4
   plugins  list plug-ins, what each provides, and where it comes from
+  translate print a DeepSpeed config as ours:  partita translate ds_config.json [KEY=VALUE ...]
   export   write a run's weights for others:  partita export RUN_FOLDER OUT_FOLDER
   convert  take over a checkpoint of DeepSpeed, Hugging Face or nanoGPT:  partita convert SOURCE OUT_FOLDER
 
@@ -53,12 +54,16 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
     registry = registry_for(tuple(config.plugins.block))
     planned = make_plan(config, registry)
     first = joined_rank() in (None, 0)
+    if first:
+        _show_translation(info)
     if first and not planned.problems:
         print_plan(planned)
     planned.raise_problems()
     plain = to_plain(config)
     if first:
         planned.save(info.dir)
+        if info.translation is not None:
+            (info.dir / "deepspeed.txt").write_text(info.translation.text() + "\n")
         write_config(info.dir / "config.yaml", plain)
     spec = RunSpec(plain, planned.plan, info, planned.plan.layout.world, registry.blocked)
     bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
@@ -106,6 +111,11 @@ def with_ranks(config: Any, ranks: int) -> Any:
     return changed
 
 
+def _show_translation(info: JobInfo) -> None:
+    if info.translation is not None:
+        print(info.translation.text(), flush=True)
+
+
 def plan_job(config: Any, info: JobInfo) -> dict[str, Any]:
     """Print one plan, and its problems as an error."""
     from partita.plan.make import make_plan
@@ -113,6 +123,7 @@ def plan_job(config: Any, info: JobInfo) -> dict[str, Any]:
 
     planned = make_plan(config, registry_for(tuple(config.plugins.block)))
     if joined_rank() in (None, 0):
+        _show_translation(info)
         print_plan(planned, problems=False)  # they follow, as the error
         sys.stdout.flush()
     planned.raise_problems()
@@ -164,6 +175,7 @@ def main() -> int:
         "train": train,
         "plan": plan,
         "plugins": plugins,
+        "translate": translate,
         "export": export,
         "convert": convert,
     }
@@ -186,6 +198,32 @@ def _complete(argv: Sequence[str]) -> int:
         line = " ".join([words[0], *words[2:]])
         os.environ |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
     return train(argv)
+
+
+def translate(argv: Sequence[str] | None = None) -> int:
+    """Print the native YAML of a DeepSpeed config, and on the error stream what became of each key; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _translate(argv))
+
+
+def _translate(argv: Sequence[str]) -> int:
+    from partita.config.compose import compose_config
+    from partita.config.deepspeed.apply import native_of, translate_source
+
+    if not argv or any(a.startswith("-") for a in argv):
+        raise ConfigError("translate takes a DeepSpeed config\n    -> partita translate ds_config.json [KEY=VALUE ...]")
+    config, _ = compose_config(argv[1:])
+    said = frozenset(a.lstrip("+~").partition("=")[0] for a in argv[1:])
+    translation = translate_source(argv[0], native_of(config, registry_for(tuple(config.plugins.block)), said))
+    print(translation.text(), file=sys.stderr, flush=True)
+    _print_yaml(translation.native())
+    return EXIT_CONFIG if translation.problems() else EXIT_DONE
+
+
+def _print_yaml(values: Mapping[str, Any]) -> None:
+    import yaml
+
+    print(yaml.safe_dump(dict(values), sort_keys=False), end="")
 
 
 def export(argv: Sequence[str] | None = None) -> int:

@@ -18,6 +18,11 @@ class Batch:
     micro_batches: int
 
 
+def whole_batch(layout: Layout, micro: int | None, count: int | None) -> int:
+    """A global batch that is left on auto: what the ranks make of micro-batch and micro-batches, 1 each where nothing is said."""
+    return layout.data * (micro or 1) * (count or 1)
+
+
 def solve_batch(global_batch: int, layout: Layout, micro: int | None, count: int | None) -> tuple[Batch, list[Problem]]:
     """The batch and, where the equation can't hold, one problem that shows it. `None` stands for auto."""
     if global_batch < 1:

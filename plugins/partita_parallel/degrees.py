@@ -22,7 +22,7 @@ class Degrees:
 
     asked: dict[str, int | None]
     shard_hint: int | str | None
-    global_batch: int
+    global_batch: int | str
     problems: list[Problem] = field(default_factory=list)
 
     def solve(self, cluster: Cluster) -> Layout:
@@ -59,7 +59,8 @@ class Degrees:
         hint = self._hint(cluster, 1)
         if isinstance(self.shard_hint, int) and hint:
             return 2 * hint  # a group size makes sense only with more than one group
-        return 2 if cluster.cores >= 2 and self.global_batch % 2 == 0 else 1
+        even = not isinstance(self.global_batch, int) or self.global_batch % 2 == 0
+        return 2 if cluster.cores >= 2 and even else 1
 
     def _shard(self, cluster: Cluster, data: int, others: int) -> int:
         if self.asked["shard"]:
@@ -111,7 +112,7 @@ def _divisors_text(key: str, number: int) -> str:
     return f"Legal values of {key}: " + ", ".join(map(str, divisors[:16])) + "."
 
 
-def read_degrees(config: Any, zero: Any, global_batch: int) -> Degrees:
+def read_degrees(config: Any, zero: Any, global_batch: int | str) -> Degrees:
     """Degrees from the node `parallel` and, if there is one, the node `zero`. No positive count: a problem, and auto."""
     problems: list[Problem] = []
     asked: dict[str, int | None] = {}

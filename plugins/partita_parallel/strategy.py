@@ -11,7 +11,7 @@ from partita.plan.plan import Layout, Plan, Schedule
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution
-from partita_parallel.batch import solve_batch
+from partita_parallel.batch import solve_batch, whole_batch
 from partita_parallel.config import ParallelConfig
 from partita_parallel.cutting import check_cuts, cut_options
 from partita_parallel.degrees import as_count, read_degrees
@@ -38,12 +38,15 @@ def partita_decide(draft: PlanDraft) -> None:
     problems = list(degrees.problems)
     micro = as_count("train.micro_batch", train.micro_batch, problems)
     count = as_count("parallel.microbatches", config.microbatches, problems)
-    batch, found = solve_batch(train.global_batch, layout, micro, count)
+    whole = as_count("train.global_batch", train.global_batch, problems) or whole_batch(layout, micro, count)
+    batch, found = solve_batch(whole, layout, micro, count)
     for problem in problems + found:
         draft.problem(problem)
     name = _schedule(draft, config.schedule, layout)
     draft.write("layout", layout)
-    draft.write("schedule", Schedule(train.global_batch, batch.micro_batch, batch.micro_batches, name))
+    draft.write("schedule", Schedule(whole, batch.micro_batch, batch.micro_batches, name))
+    if train.global_batch == "auto":
+        draft.effect("train.global_batch", "auto", whole, "data ranks x micro-batch x micro-batches")
     _tell(draft, layout, {"train.micro_batch": batch.micro_batch, "parallel.microbatches": batch.micro_batches})
 
 
@@ -99,7 +102,7 @@ def _tell(draft: PlanDraft, layout: Layout, batch: dict[str, int]) -> None:
     asked = {"train.micro_batch": config.train.micro_batch, "parallel.microbatches": config.parallel.microbatches}
     for key, got in batch.items():
         if asked[key] == "auto":
-            draft.effect(key, "auto", got, f"{draft.config.train.global_batch} sequences over {layout.data} data ranks")
+            draft.effect(key, "auto", got, f"{draft.get('schedule').global_batch} sequences over {layout.data} data ranks")
 
 
 @hookimpl

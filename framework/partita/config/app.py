@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from partita.config.command import Command
 from partita.config.compose import PACKAGE, VERSION_BASE, prepare, ready_command, registry_for, through_the_door, translated
@@ -69,8 +70,9 @@ class Task:
         registry = registry_for(self.blocked)
         root = prepare(registry)
         with translated(root):
-            plain = through_the_door(config, registry, folder)
-            info = job_info(plain, hydra_config, multirun=multirun, folder=folder)
+            typed = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)  # `x=${y}` is text there
+            plain, translation = through_the_door(config, registry, folder, [str(o) for o in cast(list[str], typed)])
+            info = job_info(plain, hydra_config, multirun=multirun, folder=folder, translation=translation)
         logging.getLogger().setLevel(plain.launch.log_level.upper())
         return self.job(plain, info)
 

@@ -24,7 +24,6 @@ COUNTS = (  # whole numbers of at least 1, where they are given
     "data.limit",
     "launch.min_ranks",
     "train.steps",
-    "train.global_batch",
     "train.log_every",
     "train.keep",
     "cluster.nodes",
@@ -82,7 +81,7 @@ WORDS = {
     "train.on_nonfinite": ("stop", "skip"),
     "train.on_save_error": ("stop", "warn"),
 }
-COUNT_OR_AUTO = ("launch.ranks", "launch.threads", "train.micro_batch")
+COUNT_OR_AUTO = ("launch.ranks", "launch.threads", "train.micro_batch", "train.global_batch")
 SLOTS = {
     "model.name": "model",
     "data.name": "corpus",
@@ -90,6 +89,7 @@ SLOTS = {
     "lr_schedule.name": "lr_schedule",
     "train.loss": "loss",
 }
+COUNTED = ("warmup", "warmup_decay", "warmup_cosine", "one_cycle", "range_test")  # a warm-up may be longer than the run there
 NEEDS_PATH = {"text": "text files", "tokens": "token files", "hf": "a dataset on disk"}
 
 
@@ -181,10 +181,6 @@ def _together(config: Any) -> Iterator[Problem]:
     yield from _model(config.model, config.data)
     yield from _data(config.data)
     yield from _train(config.train, config.lr_schedule)
-    if config.deepspeed is not None:
-        yield Problem(
-            "deepspeed", "this version does not read DeepSpeed configs", "leave it out, and choose a strategy: +strategy=zero2"
-        )
 
 
 def _model(model: Any, data: Any) -> Iterator[Problem]:
@@ -236,12 +232,13 @@ def _exists(path: str) -> bool:
 
 
 def _train(train: Any, schedule: Any) -> Iterator[Problem]:
-    if isinstance(train.micro_batch, int) and train.micro_batch > train.global_batch > 0:
+    sizes = (train.micro_batch, train.global_batch)
+    if all(isinstance(n, int) for n in sizes) and train.micro_batch > train.global_batch > 0:
         reason = f"{train.micro_batch} sequences are more than train.global_batch={train.global_batch}"
         yield Problem("train.micro_batch", reason, "give at most the global batch, or auto")
     for key in ("warmup", "decay"):
         value = getattr(schedule, key)
-        used = key == "warmup" or schedule.name == "wsd"
+        used = (key == "warmup" and schedule.name not in COUNTED) or schedule.name == "wsd"
         if used and value > train.steps > 0:
             yield Problem(
                 f"lr_schedule.{key}",

@@ -19,11 +19,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from partita.config.checks import check_config
 from partita.config.command import Command, joined_additions, joined_rank, parse_command, sweep_additions
+from partita.config.deepspeed.apply import apply
+from partita.config.deepspeed.report import Translation
 from partita.config.job import JobInfo, job_info
 from partita.config.messages import is_config_trouble, refusal, translate, unknown_flag
 from partita.config.overrides import Known, override_problems
 from partita.config.plain import field_types, root_type
-from partita.config.stacking import stacking_problems
+from partita.config.stacking import keys_by_option, stacking_problems
 from partita.config.strangers import leaves, missing, strangers
 from partita.errors import ConfigError
 from partita.plan.problems import Problem
@@ -158,16 +160,23 @@ def to_objects(config: DictConfig, root: type) -> Any:
         raise
 
 
-def through_the_door(config: DictConfig, registry: Registry, folder: Path) -> Any:
-    """The plain config of a job, checked. `run.dir` becomes the job's folder, `plugins.block` what is really blocked."""
+def through_the_door(
+    config: DictConfig, registry: Registry, folder: Path, overrides: Sequence[str] = ()
+) -> tuple[Any, Translation | None]:
+    """The plain config of a job, checked, and the report on the DeepSpeed config that it takes in, if it names one.
+
+    `run.dir` becomes the job's folder, `plugins.block` what is really blocked. overrides: the command line.
+    """
     root = root_type(registry)
     OmegaConf.update(config, "run.dir", str(folder))
     plain = to_objects(config, root)
     plain.plugins.block = list(registry.blocked)
+    chosen = keys_by_option(overrides, GlobalHydra.instance().config_loader()) if plain.deepspeed else {}
+    translation = apply(plain, registry, overrides, chosen)
     problems = check_config(plain, registry.slots())
     if problems:
         raise refusal(problems)
-    return plain
+    return plain, translation
 
 
 def compose_config(overrides: Sequence[str] = (), config_name: str = "config") -> tuple[Any, JobInfo]:
@@ -180,8 +189,8 @@ def compose_config(overrides: Sequence[str] = (), config_name: str = "config") -
         composed = compose(config_name, [*overrides, *without_blocked(root, overrides)], return_hydra_config=True)
         hydra = composed.hydra
         folder = Path(composed.run.dir).absolute()
-        config = through_the_door(composed, registry, folder)
-        return config, job_info(config, hydra, multirun=False, folder=folder)
+        config, translation = through_the_door(composed, registry, folder, overrides)
+        return config, job_info(config, hydra, multirun=False, folder=folder, translation=translation)
 
 
 @contextmanager

@@ -113,10 +113,13 @@ class OptimizerConfig:
 class LrScheduleConfig:
     """Factor on the learning rate by name of the slot `lr_schedule`."""
 
-    name: str = "cosine"  # constant, linear, cosine, wsd, inverse_sqrt
+    # constant, linear, cosine, wsd, inverse_sqrt; as DeepSpeed counts: warmup, warmup_decay, warmup_cosine, one_cycle, range_test
+    name: str = "cosine"
     warmup: int | float = 0.05  # steps (int) or share of train.steps (float below 1), linear from 0
     minimum: float = 0.1  # factor at the end (linear, cosine, wsd)
     decay: int | float = 0.2  # wsd: length of the final decay, steps or share
+    # for schedules that count as DeepSpeed's do (warmup, warmup_decay, ...), which check them
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -124,7 +127,9 @@ class TrainConfig:
     """The loop."""
 
     steps: int = 100  # optimizer updates
-    global_batch: int = 16  # sequences of one update, over all ranks and micro-batches
+    global_batch: int | str = (
+        16  # sequences of one update, over all ranks; auto: data ranks x micro_batch x parallel.microbatches
+    )
     micro_batch: int | str = AUTO  # sequences of one forward pass on a rank; auto: the whole share of a rank, at most 8
     grad_clip: float = 1.0  # largest global gradient norm (L2); 0: no clipping
     loss: str = AUTO  # name of the slot `loss`; auto: the model's own

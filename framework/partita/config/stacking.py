@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.core.default_element import GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from partita.config.overrides import Known
 from partita.config.plain import field_types
@@ -59,3 +60,36 @@ def choices(path: str, loader: Any) -> Iterator[tuple[str, str]]:
     for default in (result.defaults_list if result is not None else None) or ():
         if isinstance(default, GroupDefault) and default.group and isinstance(default.value, str):
             yield default.group.lstrip("/"), default.value
+
+
+def keys_by_option(texts: Sequence[str], loader: Any) -> dict[str, str]:
+    """Config key -> `group=option` of the command line that sets it, composites included; experiments give way to the others."""
+    out: dict[str, str] = {}
+    groups = [
+        o for o in OverridesParser.create(loader).parse_overrides(list(texts)) if not o.is_delete() and not o.is_sweep_override()
+    ]
+    for o in sorted(groups, key=lambda o: o.key_or_group != "experiment"):
+        value: Any = o.value()
+        for name in value if isinstance(value, list) else [value]:
+            if isinstance(name, str) and loader.repository.config_exists(f"{o.key_or_group}/{name}"):
+                out |= dict.fromkeys(_keys(f"{o.key_or_group}/{name}", loader), f"{o.key_or_group}={name}")
+    return out
+
+
+def _keys(path: str, loader: Any) -> Iterator[str]:
+    result = loader.repository.load_config(path)
+    if result is None:
+        return
+    whole = result.header.get("package") == "_global_"
+    prefix = "" if whole else path.partition("/")[0] + "."
+    yield from (prefix + key for key in _leaves(OmegaConf.to_container(result.config, resolve=False)))
+    for group, option in choices(path, loader):
+        yield from _keys(f"{group}/{option}", loader)
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
