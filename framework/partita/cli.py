@@ -65,7 +65,7 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
         if info.translation is not None:
             (info.dir / "deepspeed.txt").write_text(info.translation.text() + "\n")
         write_config(info.dir / "config.yaml", plain)
-    spec = RunSpec(plain, planned.plan, info, planned.plan.layout.world, registry.blocked)
+    spec = RunSpec(to_plain(planned.config), planned.plan, info, planned.plan.layout.world, registry.blocked)
     bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
     again = replanner(config, info, registry, bounds.min_ranks, spec.ranks)
     return launch_lasting(worker, spec, again, bounds)
@@ -91,7 +91,7 @@ def replanner(config: Any, info: JobInfo, registry: Registry, least: int, full: 
             planned = make_plan(changed, registry)
             if not planned.problems:
                 planned.save(info.dir)
-                plain = to_plain(changed)
+                plain = to_plain(planned.config)
                 if saves()[-1:] != before[-1:]:
                     plain["train"]["resume"] = "auto"
                 return RunSpec(plain, planned.plan, info, count, registry.blocked)

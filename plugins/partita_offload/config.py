@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class OffloadConfig:
-    """A place for each state: none (stays where compute runs), host (memory of the node), file (a folder)."""
+    """A place for each state: none (stays where compute runs), host (memory of the node), file (a folder), auto (the planner chooses)."""
 
     # master weights and moments (Ren et al. 2021, ZeRO-Offload, section 3)
     optimizer: str = "none"

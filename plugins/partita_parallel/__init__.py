@@ -1,5 +1,6 @@
 """Lays the ranks out on a mesh, and works a global batch through it."""
 
+from partita_parallel.auto import partita_choices
 from partita_parallel.config import ParallelConfig
 from partita_parallel.estimate import partita_estimate
 from partita_parallel.strategy import partita_check, partita_config, partita_decide
@@ -11,6 +12,7 @@ __all__ = [
     "ParallelConfig",
     "partita_api",
     "partita_check",
+    "partita_choices",
     "partita_config",
     "partita_decide",
     "partita_estimate",

@@ -35,3 +35,7 @@ class ParallelConfig:
     schedule: str = "auto"
     # passes of a rank for one update; auto: train.global_batch / (data x train.micro_batch)
     microbatches: int | str = "auto"
+    # what zero, offload and recompute come to where nobody chose them: default, or auto (the planner's choice)
+    others: str = "default"
+    # plans that are measured for some steps before one of them is taken, where the planner chooses; 0: its prediction decides
+    trials: int = 0

@@ -19,6 +19,7 @@ from partita_parallel.degrees import as_count, read_degrees
 if TYPE_CHECKING:
     from partita.plan.model_spec import ModelSpec
 
+OTHERS = ("default", "auto")
 SCHEDULES = ("1f1b", "interleaved", "zbv", "dualpipev")
 
 
@@ -108,8 +109,10 @@ def _tell(draft: PlanDraft, layout: Layout, batch: dict[str, int]) -> None:
 @hookimpl
 def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """Degrees that the model or the batch can't be divided by."""
-    layout, schedule = plan.layout, plan.schedule
+    layout, schedule, others = plan.layout, plan.schedule, draft.config.parallel.others
     problems = []
+    if others not in OTHERS:
+        problems.append(Problem("parallel.others", f"{others!r} is no choice.", did_you_mean(others, OTHERS).capitalize()))
     if layout.pipeline > 1 and len(layout.stage_cuts) != layout.pipeline - 1:
         reason = f"{layout.pipeline} stages can't be made of {len(draft.model.blocks)} blocks."
         problems.append(Problem("parallel.pipeline", reason, f"Use at most {len(draft.model.blocks)} stages."))

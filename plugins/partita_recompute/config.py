@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class RecomputeConfig:
     """Activation checkpointing: memory against one more forward pass (Chen et al. 2016)."""
 
-    # none (keep all), full (keep the input of each unit), selective (recompute matching modules only), budget
+    # none (keep all), full (keep the input of each unit), selective (recompute matching modules only), budget, auto (the planner chooses)
     policy: str = "none"
     # selective: shell patterns on module names inside a unit, e.g. `*attention*`, `mlp`; a module inside a match belongs to it
     patterns: list[str] = field(default_factory=list)

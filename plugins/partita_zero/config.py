@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class ZeroConfig:
     """A row of the preset table (presets.py), by stage or by name, with any of its cells written out by hand."""
 
-    # stage of ZeRO, 0 to 3; 0: every state whole on every rank (Rajbhandari et al. 2020, section 5)
-    stage: int = 0
+    # stage of ZeRO, 0 to 3; 0: every state whole on every rank (Rajbhandari et al. 2020, section 5); auto: the planner's choice
+    stage: int | str = 0
     # a row by name instead of a stage: ddp, zero1, zero2, zero3, hsdp, hpz, hfsdp; default: the row of `stage`
     preset: str | None = None
     # mesh axes (replicate, shard) that cut the stored weights; default: the preset's; []: whole on every rank

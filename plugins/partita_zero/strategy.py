@@ -38,9 +38,9 @@ def partita_decide(draft: PlanDraft) -> None:
 def _row(draft: PlanDraft, config: ZeroConfig) -> Placement:
     """The preset asked for; what is no preset is a problem, and the plan goes on with all states whole."""
     if config.preset is None:
-        if 0 <= config.stage < len(STAGES):
+        if isinstance(config.stage, int) and 0 <= config.stage < len(STAGES):
             return PRESETS[STAGES[config.stage]]
-        draft.problem(Problem("zero.stage", f"there is no stage {config.stage}.", "Use a stage from 0 to 3."))
+        draft.problem(Problem("zero.stage", f"there is no stage {config.stage}.", "Use a stage from 0 to 3, or auto."))
         return Placement()
     if config.preset not in PRESETS:
         remedy = did_you_mean(config.preset, PRESETS).capitalize()
@@ -100,7 +100,8 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """Contradictions between the cells, and between stage and preset."""
     config, placement = draft.config.zero, plan.placement
     problems = []
-    if config.preset in PRESETS and config.stage and PRESETS.get(config.preset) != PRESETS[STAGES[min(max(config.stage, 0), 3)]]:
+    stage = config.stage if isinstance(config.stage, int) else 0
+    if config.preset in PRESETS and stage and PRESETS.get(config.preset) != PRESETS[STAGES[min(max(stage, 0), 3)]]:
         reason = f"zero.preset={config.preset} and zero.stage={config.stage} are two answers to one question."
         problems.append(Problem("zero.preset", reason, "Drop one of the two."))
     for state in ("parameters", "gradients"):

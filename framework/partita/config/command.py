@@ -127,6 +127,14 @@ def job_folder(number: Any, overrides: str) -> str:
     return f"{number}_{name}" if name else str(number)
 
 
+def unless_auto(value: Any, *, _root_: Any) -> Any:
+    """`value`, or auto where `parallel.others` is: options that nobody chose are left to the planner then (parallel=auto)."""
+    return "auto" if OmegaConf.select(_root_, "parallel.others", default="default") == "auto" else value
+
+
+OmegaConf.register_new_resolver("partita.unless_auto", unless_auto, replace=True)
+
+
 # Hydra resolves the folder in the process that runs the job, which may be a launcher's worker: registered on import.
 OmegaConf.register_new_resolver("partita.job_folder", job_folder, replace=True)
 

@@ -20,19 +20,30 @@ from partita.plan.memory import trace
 from partita.plan.model_spec import ModelSpec, inspect_model
 from partita.plan.plan import SECTIONS, Plan
 from partita.plan.problems import Problem, render
+from partita.plan.solve import Choice, choose
+from partita.plan.solve.options import fresh
 from partita.plugin.types import Cost
 from partita.state.capabilities import CAPABILITIES
 
 
 @dataclass
 class Planned:
-    """A plan with what is known about it. problems: all of them; a plan with problems can be shown, not run."""
+    """A plan with what is known about it. problems: all of them; a plan with problems can be shown, not run.
+
+    choice: what the planner filled in, where the config left something to it.
+    """
 
     plan: Plan
     draft: PlanDraft
     manifest: Manifest
     costs: list[Cost]
     problems: list[Problem]
+    choice: Choice | None = None
+
+    @property
+    def config(self) -> Any:
+        """The config that is planned: with values in place of each `auto` that the planner filled in."""
+        return self.draft.config
 
     @property
     def model(self) -> ModelSpec:
@@ -66,17 +77,40 @@ def make_plan(config: Any, registry: Any) -> Planned:
     model = inspect_model(build_on_meta(config, registry))
     rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
     draft = PlanDraft(config, model, cluster, registry.section_owners(), optimizer_states=tuple(rule.states()))
+    trials = int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)
+    choice = choose(draft, registry, lambda settings: plan_draft(fresh(draft, settings), registry)[2], trials)
+    if choice is not None:
+        draft = fresh(draft, choice.settings)
+        tell_choice(draft, config, choice)
     if cluster.described and config.cluster.device is None:
         draft.effect("cluster.device", None, cluster.device, "no device was named")
+    plan, costs, problems = plan_draft(draft, registry)
+    traced = trace(draft, plan)
+    if traced.reason:
+        draft.effect("plan.activations", "traced", "not traced", f"the model does not run on the meta device: {traced.reason}")
+    return Planned(plan, draft, make_manifest(config, draft.lines), costs, problems, choice)
+
+
+def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[Problem]]:
+    """Decide, check and estimate: (plan, costs, problems)."""
     registry.decide(draft)
     plan = draft.freeze()
     problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES)]
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
-    traced = trace(draft, plan)
-    if traced.reason:
-        draft.effect("plan.activations", "traced", "not traced", f"the model does not run on the meta device: {traced.reason}")
-    return Planned(plan, draft, make_manifest(config, draft.lines), costs, list(dict.fromkeys(problems)))
+    return plan, costs, list(dict.fromkeys(problems))
+
+
+def tell_choice(draft: PlanDraft, config: Any, choice: Choice) -> None:
+    """A manifest line for each key that the planner filled in."""
+    for key, value in choice.settings.items():
+        draft.effect(key, _value(config, key), value, choice.reason)
+
+
+def _value(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
 
 
 def build_on_meta(config: Any, registry: Any) -> torch.nn.Module:

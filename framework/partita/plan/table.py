@@ -29,6 +29,10 @@ def print_plan(planned: Planned, console: Console | None = None, problems: bool 
     sent = list(_step(planned))
     if sent:
         _print_table(out, "One step", ("category", "bytes sent", "seconds", "what", "link"), sent)
+    if planned.choice:
+        rows = [(f"{r.seconds:.3g}" if r.seconds else "", r.plan, r.verdict) for r in planned.choice.rows]
+        title = f"Choice of the planner, of {planned.choice.compared} plans in {planned.choice.layouts} layouts"
+        _print_table(out, title, ("seconds", "plan", "verdict"), rows)
     differences = [(x.key, str(x.asked), str(x.got), x.reason) for x in planned.manifest.differences()]
     if differences:
         _print_table(out, "Not as written", ("key", "asked", "in effect", "why"), differences)

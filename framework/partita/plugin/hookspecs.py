@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from partita.plugin.markers import hookspec
-from partita.plugin.types import ConfigContribution, Cost, Transform
+from partita.plugin.types import Choices, ConfigContribution, Cost, Transform
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,17 @@ def partita_decide(draft: PlanDraft) -> None:
 
     Called in the process that plans (and in each rank under torchrun), without process group or device, owner by owner in the
     order of `partita.plan.plan.SECTIONS`. Say with `draft.effect(...)` where what is in effect differs from what was asked.
+    """
+
+
+@hookspec
+def partita_choices(draft: PlanDraft) -> Choices | None:
+    """All ways to fill in this plug-in's keys that are `auto`, for the planner to choose from; None where nothing is `auto`.
+
+    Called before `partita_decide`, where that is called, if a key may need the planner. `draft` has config, model and cluster, no
+    section yet. `partita_decide` is then called with a config in which the keys have values: for each of the ways while the planner
+    compares them, and for the best ones once more. So it must be quick, and what it decides may depend on its own keys and on earlier
+    sections only.
     """
 
 

@@ -18,7 +18,7 @@ from partita.plugin.discovery import Found
 from partita.plugin.markers import API, PROJECT
 from partita.plugin.ordering import sort_transforms
 from partita.plugin.slots import SLOTS, is_own
-from partita.plugin.types import Cost, Transform
+from partita.plugin.types import Choices, Cost, Transform
 from partita.plugin.wording import complaint
 
 if TYPE_CHECKING:
@@ -177,16 +177,31 @@ class Registry:
         owners = self._added.section_owners
         first = {owner: i for i, section in reversed([*enumerate(SECTIONS)]) if (owner := owners.get(section))}
         for plugin in sorted(self.names, key=lambda name: (first.get(name, len(SECTIONS)), name)):
-            draft.owner = plugin
-            for _ in self._each("partita_decide", only=plugin, draft=draft):
-                pass  # what it decides is in the draft
+            self.decide_one(plugin, draft)
+
+    def decide_one(self, plugin: str, draft: PlanDraft) -> None:
+        """Let one plug-in write its sections."""
+        draft.owner = plugin
+        for _ in self._each("partita_decide", only=plugin, draft=draft):
+            pass  # what it decides is in the draft
         draft.owner = ""
 
-    def check(self, plan: Plan, draft: PlanDraft) -> list[Problem]:
-        """Problems that plug-ins find in a finished plan."""
+    def choices(self, draft: PlanDraft) -> dict[str, Choices]:
+        """Plug-in -> the ways to fill in its `auto` keys, for those that have any."""
+        found: dict[str, Choices] = {}
+        for plugin, value in self._each("partita_choices", draft=draft):
+            if value is not None and not isinstance(value, Choices):
+                kind = type(value).__name__
+                raise PluginError(complaint(f"partita_choices of plug-in {plugin!r} returned a {kind}", "return Choices or None"))
+            if value is not None and value.settings:
+                found[plugin] = value
+        return found
+
+    def check(self, plan: Plan, draft: PlanDraft, only: str | None = None) -> list[Problem]:
+        """Problems that plug-ins find in a finished plan; only: that plug-in alone is asked."""
         from partita.plan.problems import Problem
 
-        return self._lists("partita_check", Problem, plan=plan, draft=draft)
+        return self._lists("partita_check", Problem, only, plan=plan, draft=draft)
 
     def estimate(self, plan: Plan, draft: PlanDraft) -> list[Cost]:
         """Costs that plug-ins add."""
@@ -207,8 +222,8 @@ class Registry:
                 transforms.append(transform)
         return sort_transforms(transforms, owners)
 
-    def _lists(self, hook: str, kind: type, **arguments: Any) -> list[Any]:
-        return [item for plugin, values in self._each(hook, **arguments) for item in _list_of(kind, values, plugin, hook)]
+    def _lists(self, hook: str, kind: type, only: str | None = None, **arguments: Any) -> list[Any]:
+        return [item for plugin, values in self._each(hook, only, **arguments) for item in _list_of(kind, values, plugin, hook)]
 
     def _each(self, hook: str, only: str | None = None, **arguments: Any) -> Iterator[tuple[str, Any]]:
         """(plug-in, result) of one hook, plug-in by plug-in in the order of `names`. An error says whose it is."""

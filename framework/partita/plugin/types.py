@@ -58,3 +58,15 @@ class Cost:
     exact: bool = False
     overlap: float = 0.0
     repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The ways in which a plug-in's keys that are `auto` can be filled in.
+
+    settings: config key -> value, all of them for the same keys; the planner takes the one whose plan is the fastest that fits.
+    needed: whether the plug-in can't decide by itself. Where no plug-in needs the planner, nobody is asked to choose.
+    """
+
+    settings: tuple[Mapping[str, Any], ...]
+    needed: bool = True
