@@ -44,7 +44,7 @@ TABLE = [
         "two strategies as two overrides", ["+strategy=ddp", "+strategy=zero2"], "strategy", ["two options", "+strategy=[a,b]"]
     ),
     Mistake("strategies that contradict", ["+strategy=[zero1,zero2]"], "strategy", ["zero=stage1", "zero=stage2", "say which"]),
-    Mistake("plus before a group with a choice", ["+zero=stage1"], "zero", ["zero=stage0", "zero=stage1", "without the +"]),
+    Mistake("plus before a group with a choice", ["+zero=stage1"], "zero", ["zero=default", "zero=stage1", "without the +"]),
     Mistake("plus before a key that is there", ["+train.steps=5"], "train.steps", ["in the config already", "train.steps=5"]),
     Mistake("text for a number", ["optimizer.lr=fast"], "optimizer.lr", ["'fast' is not a number", "default: 0.001"]),
     Mistake("share for a count", ["train.steps=1.5"], "train.steps", ["'1.5' is not a whole number", "default: 100"]),

@@ -57,6 +57,12 @@ class Toy(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embedding.weight
+        self.cut = f"packed:{width},{width},{width}/{width // heads}"
+
+    def partita_tensor_plan(self) -> dict[str, str]:
+        """How tensor parallelism cuts it."""
+        inner = {"attention.qkv": self.cut, "attention.out": "rowwise", "mlp.0": "colwise", "mlp.2": "rowwise"}
+        return {"embedding": "embedding", "head": "head", **{f"blocks.*.{name}": style for name, style in inner.items()}}
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(input_ids)

@@ -49,10 +49,10 @@ def test_terminal_gets_colour_or_boxes(plan_of):
 
 
 def test_problems_come_after_the_table_and_all_together(plan_of):
-    planned = plan_of(parallel__tensor=2, parallel__data=2, offload__optimizer="host", zero__prefetch=-1)
+    planned = plan_of(parallel__shard="many", recompute__policy="some", zero__prefetch=-1)
     text = text_of(planned)
     assert text.index("predicted") < text.index("can't be run: 3 problems")
-    assert {p.key for p in planned.problems} == {"parallel.tensor", "offload.optimizer", "zero.prefetch"}
+    assert {p.key for p in planned.problems} == {"parallel.shard", "recompute.policy", "zero.prefetch"}
     with pytest.raises(ConfigError, match=r"1\. .*\n.*\n2\. (.|\n)*3\. ") as caught:
         planned.raise_problems()
     assert caught.value.exit_status == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ class Trace:
     units: dict[str, UnitActivations] = field(default_factory=dict)
     output_numel: int = 0
     reason: str = ""
+
+
+def larger(one: Trace, two: Trace, size: int) -> Trace:
+    """The trace of `size` sequences from those of one and of two."""
+
+    def at(first: int, second: int) -> int:
+        return first + (second - first) * (size - 1)
+
+    units = {
+        name: UnitActivations(*(at(getattr(u, f.name), getattr(two.units[name], f.name)) for f in fields(u)))
+        for name, u in one.units.items()
+    }
+    return Trace(units, at(one.output_numel, two.output_numel))
 
 
 def trace_activations(

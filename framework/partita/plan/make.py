@@ -80,7 +80,9 @@ def make_plan(config: Any, registry: Any) -> Planned:
     trials = int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)
     choice = choose(draft, registry, lambda settings: plan_draft(fresh(draft, settings), registry)[2], trials)
     if choice is not None:
+        found = draft.problems
         draft = fresh(draft, choice.settings)
+        draft.problems = list(found)
         tell_choice(draft, config, choice)
     if cluster.described and config.cluster.device is None:
         draft.effect("cluster.device", None, cluster.device, "no device was named")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from partita.plan.activations import Trace, UnitActivations, trace_activations
+from partita.plan.activations import Trace, UnitActivations, larger, trace_activations
 from partita.plan.closed import merged_layouts
 from partita.plan.draft import PlanDraft
 from partita.plan.model_spec import ModelSpec
@@ -55,11 +56,20 @@ def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
 
 
 def trace(draft: PlanDraft, plan: Plan) -> Trace:
-    """Activations of one micro-batch by unit, as a rank computes them if nothing is recomputed. Traced once for each setting."""
+    """Activations of one micro-batch by unit, as a rank computes them if nothing is recomputed or cut by tensor parallelism.
+
+    Traced for one and two sequences; what more of them keep follows, since every tensor has a batch dimension or none.
+    """
+    size, patterns = plan.schedule.micro_batch, plan.activations.patterns
     sequence = -(-draft.config.data.sequence // plan.layout.context)
-    key = ("trace", plan.schedule.micro_batch, sequence, plan.precision.compute, plan.activations.patterns)
+    key = ("trace", size, sequence, plan.precision.compute, patterns)
     if key not in draft.cache:
-        draft.cache[key] = _trace(draft.model, plan, (plan.schedule.micro_batch, sequence))
+        if size <= 2:
+            draft.cache[key] = _trace(draft.model, plan, (size, sequence))
+        else:
+            one, two = (trace(draft, replace(plan, schedule=replace(plan.schedule, micro_batch=n))) for n in (1, 2))
+            unknown = one.reason or two.reason
+            draft.cache[key] = _trace(draft.model, plan, (size, sequence)) if unknown else larger(one, two, size)
     return draft.cache[key]
 
 

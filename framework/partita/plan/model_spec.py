@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,23 +70,24 @@ class ModelSpec:
     units: tuple[UnitSpec, ...]
     root: str = ROOT
     module: Any = field(default=None, repr=False, compare=False)
+    _matching: dict[tuple[str, ...], list[str]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """All parameters, tied ones once."""
         return sum(p.numel for p in self.parameters)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         """Parameters that are trained."""
         return sum(p.numel for p in self.parameters if p.trainable)
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[str, ...]:
         """Names of the units but the root."""
         return tuple(u.name for u in self.units if u.name != self.root)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(b.bytes for b in self.buffers)
@@ -108,6 +110,11 @@ class ModelSpec:
 
     def matching_modules(self, patterns: tuple[str, ...]) -> list[str]:
         """Full names of the outermost modules inside units whose relative name, or last part of it, fits a shell pattern."""
+        if patterns not in self._matching:
+            self._matching[patterns] = self._find_matching(patterns)
+        return list(self._matching[patterns])
+
+    def _find_matching(self, patterns: tuple[str, ...]) -> list[str]:
         found: list[str] = []
         for unit, name in _inner_modules(self):
             full = f"{unit}.{name}"

@@ -55,7 +55,7 @@ def partita_decide(draft: PlanDraft) -> None:
 def partita_choices(draft: PlanDraft) -> Choices | None:
     """All ways to fill in this plug-in's keys that are `auto`, for the planner to choose from; None where nothing is `auto`.
 
-    Called before `partita_decide`, where that is called, if a key may need the planner. `draft` has config, model and cluster, no
+    Called where `partita_decide` is, before it. `draft` has config, model and cluster, no
     section yet. `partita_decide` is then called with a config in which the keys have values: for each of the ways while the planner
     compares them, and for the best ones once more. So it must be quick, and what it decides may depend on its own keys and on earlier
     sections only.

@@ -55,6 +55,8 @@ def choose(draft: PlanDraft, registry: Any, judge: Judge, trials: int = 0) -> Ch
     ways = registry.choices(draft)
     if not any(w.needed for w in ways.values()):
         return None
+    if not draft.cluster.rates.flops:
+        draft.problem(_unknown_speed(draft))
     space = Space(draft, registry, {name: w.settings for name, w in ways.items()})
     banned: set[Any] = set()
     rows: list[Row] = []
@@ -123,6 +125,11 @@ def _rows(taken: Candidate, accepted: list[Candidate], found: Found, refused: li
             unlike.append(Row(plan_words(c.plan), c.seconds, f"{c.seconds / taken.seconds - 1:.1%} slower"))
     faster = sorted([*large[:SHOWN], *refused[:SHOWN]], key=lambda r: r.seconds)
     return rows + faster[:SHOWN] + unlike[: SHOWN - 2]
+
+
+def _unknown_speed(draft: PlanDraft) -> Problem:
+    reason = f"the planner compares plans by their time, and nothing says how fast a {draft.cluster.device} is."
+    return Problem("cluster.flops", reason, "Give cluster.flops (dense bfloat16 FLOP/s of one device), or write all degrees out.")
 
 
 def _nothing(space: Space, found: Found) -> Choice:
