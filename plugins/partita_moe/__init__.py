@@ -1,8 +1,24 @@
 """Mixture of experts."""
 
 from partita_moe.config import MoeConfig
-from partita_moe.strategy import partita_check, partita_config
+from partita_moe.strategy import (
+    partita_architecture,
+    partita_check,
+    partita_config,
+    partita_estimate,
+    partita_gradients_ready,
+    partita_transforms,
+)
 
 partita_api = 1
 
-__all__ = ["MoeConfig", "partita_api", "partita_check", "partita_config"]
+__all__ = [
+    "MoeConfig",
+    "partita_api",
+    "partita_architecture",
+    "partita_check",
+    "partita_config",
+    "partita_estimate",
+    "partita_gradients_ready",
+    "partita_transforms",
+]

@@ -1,4 +1,4 @@
-"""Config node `moe`: which experts the model has."""
+"""Config node `moe`: which experts the model has, and who is sent to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,33 @@ from dataclasses import dataclass
 
 @dataclass
 class MoeConfig:
-    """A routing by name."""
+    """A routing by name, and its numbers. Defaults that are null are those of the routing."""
 
-    # none: dense feed-forward layers
+    # none (dense feed-forward layers), switch, gshard, mixtral, deepseek, residual; see docs/strategies/moe.md
     name: str = "none"
+    # experts of a layer, over all ranks
+    experts: int = 8
+    # experts that a token is sent to; null: 1 for switch and residual, 2 for the others
+    top_k: int | None = None
+    # every how many blocks a feed-forward layer becomes experts, from the `every`-th on
+    every: int = 1
+    # inner width of an expert; null: that of the dense layer
+    ffn: int | None = None
+    # experts that see every token beside the routed ones (DeepSeekMoE, Dai et al. 2024); null: 1 for deepseek, else 0
+    shared: int | None = None
+    # groups of experts of which a token may use `group_top_k` (DeepSeek-V3 2024, section 2.1.2); 1: no limit
+    groups: int = 1
+    group_top_k: int = 1
+    # factor on the gates of deepseek (2.5 in DeepSeek-V3 with 256 experts); null: 1
+    scale: float | None = None
+    # how loads are kept even: sequence, batch (auxiliary loss over one sequence, or one micro-batch), bias (no loss: Wang et al. 2024),
+    # none; null: bias for deepseek, else sequence
+    balance: str | None = None
+    # weight of the auxiliary loss (Fedus et al. 2022, section 2.2: 1e-2)
+    aux_weight: float = 1e-2
+    # weight of the squared log-sum-exp of the router's logits (Zoph et al. 2022, section 3.3: 1e-3)
+    z_weight: float = 0.0
+    # step of the balancing bias, once an update (DeepSeek-V3 2024, section 4.2: 1e-3)
+    bias_rate: float = 1e-3
+    # most tokens of an expert, as a multiple of the even load (Fedus et al. 2022: 1.0 to 1.25); null: dropless
+    capacity: float | None = None

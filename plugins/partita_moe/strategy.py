@@ -1,17 +1,22 @@
-"""Mixture of experts. This version has dense layers only, and says so instead of training something else."""
+"""Mixture of experts: a change of the model, the expert axis, what balances loads, and what is told of them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
-from partita.plugin.types import ConfigContribution
+from partita.plugin.types import ConfigContribution, Cost, Transform
 from partita_moe.config import MoeConfig
+from partita_moe.routings import BALANCES, ROUTINGS, routing_of
 
-ROUTINGS = ("none",)
-KNOWN = ("switch", "gshard", "mixtral", "deepseek", "residual")  # names of the literature, to answer them with a better sentence
+if TYPE_CHECKING:
+    from torch import nn
+
+OFF = "none"
 
 
 @hookimpl
@@ -21,17 +26,112 @@ def partita_config() -> ConfigContribution:
 
 
 @hookimpl
+def partita_architecture(config: Any) -> list[Transform]:
+    """Feed-forward layers become experts. What the check will refuse is left dense, so that there is a plan to show."""
+    if config.moe.name == OFF or _wrong(config.moe):
+        return []
+    return [Transform("moe", _add)]
+
+
+def _add(model: nn.Module, config: Any) -> nn.Module:
+    from partita_moe.change import add_experts  # torch is imported only where a model is made
+
+    return add_experts(model, config)
+
+
+@hookimpl
+def partita_transforms(plan: Plan) -> list[Transform]:
+    """Tells expert layers of the run, and shares experts out."""
+    return [Transform("expert_parallel", _share)]
+
+
+def _share(model: nn.Module, run: Any) -> nn.Module:
+    from partita_moe.change import share_experts
+
+    return share_experts(model, run)
+
+
+@hookimpl
 def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
-    """Refuse what is not a routing of this version, and an expert axis without experts."""
-    name = draft.config.moe.name
-    problems = []
-    if name in KNOWN:
-        problems.append(
-            Problem("moe.name", f"mixture of experts ({name!r}) is not in this version.", "Use moe.name=none: dense layers.")
-        )
-    elif name not in ROUTINGS:
-        problems.append(Problem("moe.name", f"{name!r} is no routing.", did_you_mean(name, ROUTINGS).capitalize()))
-    if name == "none" and plan.layout.expert > 1:
-        reason = f"{plan.layout.expert} ranks would share experts, but moe.name=none makes a model without experts."
-        problems.append(Problem("parallel.expert", reason, "Set parallel.expert=1."))
+    """Numbers that fit no routing, and an expert axis without experts or that does not share them evenly."""
+    config, layout = draft.config.moe, plan.layout
+    problems = _wrong(config)
+    if config.name == OFF:
+        if layout.expert > 1:
+            reason = f"{layout.expert} ranks would share experts, but moe.name=none makes a model without experts."
+            problems.append(
+                Problem("parallel.expert", reason, "Set parallel.expert=1, or choose moe=mixtral or another routing.")
+            )
+        changed = [k for k in vars(config) if k != "name" and getattr(config, k) != getattr(MoeConfig(), k)]
+        problems += [Problem(f"moe.{k}", "is of no use with moe.name=none.", "Choose a routing: moe=mixtral.") for k in changed]
+        return problems
+    if layout.expert > 1 and config.experts % layout.expert:
+        legal = [d for d in range(1, config.experts + 1) if config.experts % d == 0]
+        reason = f"{config.experts} experts can't be shared evenly by {layout.expert} ranks."
+        problems.append(Problem("parallel.expert", reason, f"Legal values: {', '.join(map(str, legal))}."))
     return problems
+
+
+def _wrong(config: MoeConfig) -> list[Problem]:
+    if config.name == OFF:
+        return []
+    if config.name not in ROUTINGS:
+        return [Problem("moe.name", f"{config.name!r} is no routing.", did_you_mean(config.name, (OFF, *ROUTINGS)).capitalize())]
+    problems = []
+
+    def need(holds: bool, key: str, reason: str, remedy: str) -> None:
+        if not holds:
+            problems.append(Problem(f"moe.{key}", reason, remedy))
+
+    top_k = config.top_k if config.top_k is not None else ROUTINGS[config.name].top_k
+    need(config.experts >= 1, "experts", f"{config.experts} experts make no layer.", "Give a count of at least 1.")
+    need(1 <= top_k <= max(1, config.experts), "top_k", f"{top_k} of {config.experts} experts.", f"Use 1 to {config.experts}.")
+    need(config.every >= 1, "every", f"{config.every} is no distance.", "Use 1 for every block, 2 for every other one.")
+    need(config.ffn is None or config.ffn >= 1, "ffn", f"{config.ffn} is no width.", "Give a positive width, or null.")
+    balance = config.balance
+    if balance is not None and balance not in BALANCES:
+        need(False, "balance", f"{balance!r} balances nothing.", did_you_mean(balance, BALANCES).capitalize())
+    even = config.groups >= 1 and config.experts % config.groups == 0
+    need(even, "groups", f"{config.experts} experts in {config.groups} groups.", "Use a divisor of moe.experts.")
+    room = even and 1 <= config.group_top_k <= config.groups and top_k <= config.experts // config.groups * config.group_top_k
+    if even and config.groups > 1:
+        reason = f"{config.group_top_k} of {config.groups} groups hold too few experts for {top_k} choices, or don't exist."
+        need(room, "group_top_k", reason, "Raise moe.group_top_k, or lower moe.top_k.")
+    need(
+        config.capacity is None or config.capacity > 0, "capacity", f"{config.capacity} is no room.", "Use 1.0 or more, or null."
+    )
+    shared = config.shared is None or config.shared >= 0
+    need(shared, "shared", f"{config.shared} shared experts.", "Use 0 or more.")
+    sigmoid = ROUTINGS[config.name].gate == "sigmoid"
+    need(config.scale is None or sigmoid, "scale", f"{config.name} does not scale its gates.", "Drop it, or use moe=deepseek.")
+    residual = ROUTINGS[config.name].residual and bool(config.shared)
+    need(not residual, "shared", "the residual form has its dense half already.", "Drop moe.shared, or use another routing.")
+    return problems
+
+
+@hookimpl
+def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
+    """What expert layers send: rows there and back in forward, and again in backward."""
+    layout = plan.layout
+    if layout.expert == 1 or draft.config.moe.name == OFF or _wrong(draft.config.moe):
+        return []
+    routing = routing_of(draft.config.moe)
+    layers = sum(p.experts and len(p.shape) == 3 and p.name.endswith(".down") for p in draft.model.parameters)
+    width = next((p.shape[-1] for p in draft.model.parameters if p.experts and p.name.endswith(".down")), 0)
+    tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context * plan.schedule.micro_batches
+    itemsize = {"float32": 4}.get(plan.precision.compute, 2)
+    size = 4 * tokens * routing.top_k * width * itemsize * layers * (layout.expert - 1) // layout.expert // layout.pipeline
+    place = draft.cluster.link(layout, ("shard",))
+    bandwidth = draft.cluster.bandwidth(place)
+    return [Cost("communication", "tokens to experts and back", size, place, size / bandwidth if bandwidth else 0.0)]
+
+
+# ------------------------------------------------------------------ while it runs
+
+
+@hookimpl
+def partita_gradients_ready(run: Any, step: int) -> None:
+    """Sum the loads over all ranks, move the balancing bias, and add loads to the update's metrics."""
+    from partita_moe.balancing import after_backward
+
+    after_backward(run)

@@ -17,25 +17,45 @@ INNER = ("pipeline", "context", "tensor")
 class Degrees:
     """What the user asked for, `None` standing for auto, and the problems met on the way.
 
-    shard_hint: ranks of a shard group that another node asks for: a count, `node`, or None.
+    shard_hint: ranks of a shard group that another node asks for: a count, `node`, or None. experts: in a layer of the model, or 0.
     """
 
     asked: dict[str, int | None]
     shard_hint: int | str | None
     global_batch: int | str
     problems: list[Problem] = field(default_factory=list)
+    experts: int = 0
 
     def solve(self, cluster: Cluster) -> Layout:
         """The layout. Where numbers contradict each other the problems say so, and the layout can still be shown."""
         inner = {axis: self.asked[axis] or 1 for axis in INNER}
         others = math.prod(inner.values())
         data = self._data(cluster, others)
-        shard = self._shard(cluster, data, others)
+        shard = self._expert_shard(data) or self._shard(cluster, data, others)
         replicate = self.asked["replicate"] or max(1, data // shard)
         self._compare(data, replicate, shard)
-        layout = Layout(inner["pipeline"], replicate, shard, inner["context"], inner["tensor"], self.asked["expert"] or 1)
+        expert = self._expert(data, shard)
+        layout = Layout(inner["pipeline"], replicate, shard, inner["context"], inner["tensor"], expert)
         self._count(layout, cluster)
         return layout
+
+    def _expert_shard(self, data: int) -> int | None:
+        """The expert axis folds over `shard`, so that has its degree; with `auto` as many ranks as share the experts evenly."""
+        asked = self.asked["expert"]
+        if self.asked["shard"] or self.asked["replicate"] or asked == 1:
+            return None
+        if asked is None:
+            return math.gcd(data, self.experts) if self.experts else None
+        return asked if data % asked == 0 else None
+
+    def _expert(self, data: int, shard: int) -> int:
+        asked = self.asked["expert"]
+        if asked is None:
+            return shard if self.experts and self.experts % shard == 0 else 1
+        if asked > 1 and data % asked == 0 and asked != shard:
+            reason = f"{asked} expert ranks fold over parallel.shard, which is {shard}."
+            self.problems.append(Problem("parallel.expert", reason, f"Set parallel.shard={asked}, or leave it on auto."))
+        return asked
 
     def _data(self, cluster: Cluster, others: int) -> int:
         replicate, shard = self.asked["replicate"], self.asked["shard"]
@@ -112,7 +132,7 @@ def _divisors_text(key: str, number: int) -> str:
     return f"Legal values of {key}: " + ", ".join(map(str, divisors[:16])) + "."
 
 
-def read_degrees(config: Any, zero: Any, global_batch: int | str) -> Degrees:
+def read_degrees(config: Any, zero: Any, global_batch: int | str, experts: int = 0) -> Degrees:
     """Degrees from the node `parallel` and, if there is one, the node `zero`. No positive count: a problem, and auto."""
     problems: list[Problem] = []
     asked: dict[str, int | None] = {}
@@ -129,7 +149,7 @@ def read_degrees(config: Any, zero: Any, global_batch: int | str) -> Degrees:
             Problem("zero.shard_size", f"{hint} ranks make no group.", "Give a positive number of ranks, or drop it.")
         )
         hint = None
-    return Degrees(asked, hint, global_batch, problems)
+    return Degrees(asked, hint, global_batch, problems, experts)
 
 
 def as_count(key: str, value: int | str, problems: list[Problem]) -> int | None:

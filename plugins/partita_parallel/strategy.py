@@ -33,7 +33,8 @@ def partita_config() -> ConfigContribution:
 def partita_decide(draft: PlanDraft) -> None:
     """Degrees, stage cuts and the way a global batch is worked through."""
     config, train = draft.config.parallel, draft.config.train
-    degrees = read_degrees(config, getattr(draft.config, "zero", None), train.global_batch)
+    experts = max((p.shape[0] for p in draft.model.parameters if p.experts), default=0)
+    degrees = read_degrees(config, getattr(draft.config, "zero", None), train.global_batch, experts)
     layout = degrees.solve(draft.cluster)
     layout = replace(layout, stage_cuts=cut_stages(draft.model, layout.pipeline), **cut_options(draft, layout))
     problems = list(degrees.problems)

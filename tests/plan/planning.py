@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from partita.config.schema import CORE_NODES
+from partita.models.llama import make_llama
 from partita.plan.make import Planned, make_plan
 from partita.plugin.markers import hookimpl
 from partita.plugin.registry import Registry
@@ -91,9 +92,13 @@ def build_toy(config: Any, vocab: int) -> nn.Module:
 
 @hookimpl
 def partita_provide(slot: str, name: str) -> Any:
-    """The toy model, and rules with two states and none."""
+    """The toy model, one of the reference models, and rules with two states and none."""
     rules = {"adamw": lambda _: Moments("exp_avg", "exp_avg_sq"), "sgd": lambda _: Moments()}
-    return {("model", "gpt"): build_toy, **{("optimizer", n): rule for n, rule in rules.items()}}.get((slot, name))
+    return {
+        ("model", "gpt"): build_toy,
+        ("model", "llama"): make_llama,
+        **{("optimizer", n): rule for n, rule in rules.items()},
+    }.get((slot, name))
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,198 @@
-"""Dense models only, and a clear answer to all else."""
+"""Mixture of experts: routing against formulas, the layer against a plain loop, plans and refusals."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
+from torch import nn
+
+from partita.models.common import Mlp
+from partita.models.llama import SwiGlu
+from partita_moe.change import _layer
+from partita_moe.experts import GroupedProduct
+from partita_moe.layer import MoeLayer
+from partita_moe.routing import (
+    SIGMOID,
+    SOFTMAX_ALL,
+    SOFTMAX_CHOSEN,
+    Routing,
+    balance_loss,
+    choose,
+    evened,
+    within_capacity,
+    worst_violation,
+    z_loss,
+)
+
+F64 = torch.float64
 
 
-def test_none(plan_of):
-    assert not plan_of(moe__name="none").problems
+def make_layer(routing: Routing, swiglu: bool = False, width: int = 12, inner: int = 20) -> MoeLayer:
+    dense = SwiGlu(width, inner) if swiglu else Mlp(width, inner, "tanh")
+    layer = _layer(dense, routing, None)
+    generator = torch.Generator().manual_seed(5)
+    for p in layer.parameters():
+        nn.init.normal_(p, 0.0, 0.3, generator=generator)
+    return layer.double()
 
 
-@pytest.mark.parametrize(("name", "words"), [("switch", "is not in this version"), ("swich", "is no routing")])
-def test_experts_are_refused(plan_of, name, words):
-    (found,) = plan_of(moe__name=name).problems
-    assert found.key == "moe.name" and words in found.reason and "none" in found.remedy
+def plain(layer: MoeLayer, x: torch.Tensor, chosen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    out = []
+    for token, ids, weights in zip(x, chosen.tolist(), gates):
+        y = torch.zeros_like(token)
+        for e, w in zip(ids, weights):
+            n = layer.routing.experts
+            y = y + w * layer.experts(token[None], [int(i == e) for i in range(n)])[0]
+        out.append(y)
+    return torch.stack(out)
 
 
-def test_expert_axis_without_experts(plan_of):
-    found = plan_of(parallel__data=2, parallel__expert=2).problems
-    assert any("makes a model without experts" in p.reason for p in found)
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize(("gate", "k"), [(SOFTMAX_ALL, 1), (SOFTMAX_CHOSEN, 2), (SIGMOID, 3)])
+def test_layer_is_the_mixture(gate: str, k: int, swiglu: bool) -> None:
+    layer = make_layer(Routing(5, k, gate, balance="none"), swiglu)
+    x = torch.randn(2, 7, 12, dtype=F64, requires_grad=True)
+    y = layer(x)
+    flat = x.reshape(-1, 12)
+    choice = choose((flat.float() @ layer.router.float().t()), layer.routing)
+    want = plain(layer, flat, choice.experts, choice.gates.double()).view_as(x)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)  # gates and their sum are float32
+    seed = torch.randn_like(y)
+    names = [n for n, _ in layer.named_parameters()]
+    got = torch.autograd.grad((y * seed).sum(), [x, *layer.parameters()], retain_graph=True)
+    true = torch.autograd.grad((want * seed).sum(), [x, *layer.parameters()])
+    for name, a, b in zip(["x", *names], got, true):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_all_experts_of_all_tokens_is_the_dense_mixture() -> None:
+    layer = make_layer(Routing(4, 4, SOFTMAX_CHOSEN, balance="none"))
+    x = torch.randn(1, 9, 12, dtype=F64)
+    p = (x[0].float() @ layer.router.float().t()).softmax(-1).double()
+    each = torch.stack([layer.experts(x[0], [9 * int(i == e) for i in range(4)]) for e in range(4)], 1)
+    torch.testing.assert_close(layer(x)[0], (p.unsqueeze(2) * each).sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_equal_experts_are_one_layer() -> None:
+    layer = make_layer(Routing(4, 2, SOFTMAX_CHOSEN, balance="none"))
+    with torch.no_grad():
+        for p in layer.experts.parameters():
+            p.copy_(p[:1].expand_as(p))
+    x = torch.randn(1, 6, 12, dtype=F64)
+    torch.testing.assert_close(layer(x)[0], layer.experts(x[0], [6, 0, 0, 0]), rtol=1e-5, atol=1e-6)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
+    layer = make_layer(Routing(4, 1, SOFTMAX_ALL, balance="none"))
+    with torch.no_grad():
+        layer.router.zero_()
+        layer.router[2] = 1.0
+    layer(torch.rand(1, 5, 12, dtype=F64)).sum().backward()
+    assert layer.experts.up.grad is not None
+    assert layer.experts.up.grad[2].abs().sum() > 0
+    assert all(torch.equal(layer.experts.up.grad[i], torch.zeros_like(layer.experts.up.grad[i])) for i in (0, 1, 3))
+
+
+def test_grouped_product_and_its_gradients() -> None:
+    x = torch.randn(9, 4, dtype=F64, requires_grad=True)
+    weight = torch.randn(5, 4, 3, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: GroupedProduct.apply(a, b, [0, 3, 1, 0, 5]), (x, weight))
+    assert GroupedProduct.apply(x[:0], weight, [0] * 5).shape == (0, 3)
+
+
+# ------------------------------------------------------------------ routing
+
+
+def test_the_bias_chooses_and_does_not_weigh() -> None:
+    routing = Routing(4, 1, SIGMOID)
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    plain_choice = choose(logits, routing)
+    moved = choose(logits, routing, torch.tensor([0.0, 0.0, 0.0, 9.0]))
+    assert plain_choice.experts.tolist() == [[0]] and moved.experts.tolist() == [[3]]
+    two = choose(logits, Routing(4, 2, SIGMOID), torch.tensor([0.0, 0.0, 9.0, 9.0]))
+    s = logits.sigmoid()[0]
+    want = {2: s[2] / (s[2] + s[3]), 3: s[3] / (s[2] + s[3])}
+    for e, g in zip(two.experts[0].tolist(), two.gates[0]):
+        torch.testing.assert_close(g, want[e])
+
+
+def test_groups_limit_the_choice() -> None:
+    logits = torch.tensor([[5.0, -5.0, 2.0, 2.0, 1.0, 1.0]])  # best single expert in group 0, best two in group 1
+    assert set(choose(logits, Routing(6, 2, SIGMOID, groups=3, group_top_k=1)).experts[0].tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize("balance", ["sequence", "batch"])
+def test_auxiliary_loss_is_one_when_even_and_the_count_when_collapsed(balance: str) -> None:
+    routing = Routing(8, 1, SOFTMAX_ALL, balance=balance)
+    even = choose(torch.eye(8).repeat(2, 1) * 1e-3, routing)
+    assert float(balance_loss(even, routing, 2)) == pytest.approx(1.0, abs=1e-3)
+    collapsed = choose(torch.tensor([[50.0] + [0.0] * 7]).expand(16, 8), routing)
+    assert float(balance_loss(collapsed, routing, 2)) == pytest.approx(8.0, abs=1e-3)
+
+
+def test_z_loss_of_zero_logits() -> None:
+    assert float(z_loss(torch.zeros(3, 8))) == pytest.approx(math.log(8) ** 2)
+
+
+def test_bias_evens_a_skewed_router() -> None:
+    torch.manual_seed(0)
+    routing, bias = Routing(8, 2, SIGMOID, balance="bias"), torch.zeros(8)
+    skew = torch.linspace(0, 2, 8)
+    violations = []
+    for _ in range(400):
+        choice = choose(torch.randn(512, 8) * 0.7 + skew, routing, bias)
+        counts = torch.bincount(choice.experts.reshape(-1), minlength=8).double()
+        violations.append(worst_violation(counts[None]))
+        bias = evened(bias, counts.float(), 5e-3)
+    assert violations[-1] < 0.3 < violations[0]
+
+
+def test_capacity_keeps_first_choices_first() -> None:
+    routing = Routing(2, 2, SOFTMAX_CHOSEN, capacity=0.75)
+    choice = choose(torch.tensor([[1.0, 0.0]] * 4), routing)  # all want 0 first, then 1: room for ceil(0.75 * 8 / 2) = 3
+    assert within_capacity(choice, routing).tolist() == [[True, True]] * 3 + [[False, False]]
+
+
+def test_capacity_without_a_limit_is_dropless() -> None:
+    x = torch.randn(2, 9, 12, dtype=F64)
+    free, tight = make_layer(Routing(4, 2, SOFTMAX_CHOSEN)), make_layer(Routing(4, 2, SOFTMAX_CHOSEN, capacity=4.0))
+    assert torch.equal(free(x), tight(x))
+
+
+# ------------------------------------------------------------------ plans
+
+
+def test_dense_by_default(plan_of) -> None:
+    assert not plan_of(launch__ranks=1).problems
+
+
+def test_experts_share_the_data_ranks(plan_of) -> None:
+    planned = plan_of(launch__ranks=4, model__name="llama", moe__name="mixtral", parallel__expert="auto")
+    assert not planned.problems
+    assert (planned.plan.layout.expert, planned.plan.layout.shard, planned.plan.layout.world) == (4, 4, 4)
+    two = plan_of(launch__ranks=4, model__name="llama", moe__name="mixtral", parallel__expert=2)
+    assert (two.plan.layout.expert, two.plan.layout.shard, two.plan.layout.replicate) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ({"moe__name": "mixtrall"}, "moe.name", "is no routing"),
+        ({"parallel__expert": 2}, "parallel.expert", "without experts"),
+        ({"model__name": "llama", "moe__name": "mixtral", "moe__experts": 3, "parallel__expert": 2}, "parallel.expert", "evenly"),
+        ({"moe__name": "mixtral", "moe__top_k": 9}, "moe.top_k", "9 of 8"),
+        ({"moe__name": "mixtral", "moe__groups": 3}, "moe.groups", "3 groups"),
+        ({"moe__name": "deepseek", "moe__groups": 4, "moe__group_top_k": 1, "moe__top_k": 4}, "moe.group_top_k", "too few"),
+        ({"moe__name": "mixtral", "moe__balance": "even"}, "moe.balance", "balances nothing"),
+        ({"moe__name": "mixtral", "moe__scale": 2.5}, "moe.scale", "does not scale"),
+        ({"moe__name": "residual", "moe__shared": 1}, "moe.shared", "dense half"),
+        ({"moe__name": "switch", "moe__capacity": 0.0}, "moe.capacity", "no room"),
+        ({"moe__experts": 4}, "moe.experts", "of no use"),
+    ],
+)
+def test_refused(plan_of, overrides, key, words) -> None:
+    (found,) = plan_of(launch__ranks=2, **overrides).problems
+    assert found.key == key and words in found.reason

@@ -119,11 +119,9 @@ def build_on_meta(config: Any, registry: Any) -> torch.nn.Module:
     """The model without memory. Sizes that the builder refuses become a ConfigError that names the node."""
     from partita.data.tokenizer import stated_size, vocab_size
 
-    builder = registry.provide("model", config.model.name)
     vocab = vocab_size(config, stated_size(config, registry))
     try:
-        with torch.device("meta"):
-            module: torch.nn.Module = builder(config, vocab)
+        module: torch.nn.Module = registry.build_model(config, vocab)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"model: {config.model.name!r} can't be built: {error}\n    -> Change the sizes under model.*."

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from partita.state.parts import Part
-from partita.state.units import ROOT, bind_parameters, find_units
+from partita.state.units import ROOT, Binding, bind_parameters, find_units
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
     """One parameter. aliases: further names of the same (tied) parameter. unit: the unit that owns it.
 
-    part: of a global tensor, on one rank; None: `shape` is the whole one.
+    part: of a global tensor, on one rank; None: `shape` is the whole one. experts: dimension 0 counts experts, which the expert
+    axis shares out; a module says so of its parameters in `partita_experts`, a set of their names.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ParameterSpec:
     unit: str
     aliases: tuple[str, ...] = ()
     part: Part | None = None
+    experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -146,10 +148,16 @@ def inspect_model(module: nn.Module) -> ModelSpec:
     """
     units = [name for name, _ in find_units(module)]
     parameters = tuple(
-        ParameterSpec(b.name, tuple(b.parameter.shape), b.parameter.dtype, b.parameter.requires_grad, b.unit, b.aliases)
+        ParameterSpec(
+            b.name, tuple(b.parameter.shape), b.parameter.dtype, b.parameter.requires_grad, b.unit, b.aliases, experts=_experts(b)
+        )
         for b in bind_parameters(module)
     )
     return ModelSpec(parameters, tuple(_buffers(module)), _units(parameters, units), module=module)
+
+
+def _experts(binding: Binding) -> bool:
+    return any(attribute in getattr(module, "partita_experts", ()) for module, attribute in binding.holders)
 
 
 def _buffers(module: nn.Module) -> Iterator[BufferSpec]:

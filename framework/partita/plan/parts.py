@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from partita.plan.model_spec import ModelSpec, ParameterSpec
-from partita.plan.plan import Layout
+from partita.plan.plan import EXPERT_AXES, Layout
 from partita.plan.styles import local_parameters
+from partita.state.parts import Part
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,22 @@ def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
     return [[u.name for u in model.units[lo:hi]] for lo, hi in pairwise(cuts)]
 
 
+def expert_part(shape: tuple[int, ...], rank: int, ranks: int, partial: tuple[str, ...] = ()) -> Part:
+    """The experts of one rank of the expert axis out of a tensor [experts, ...]. The axis folds over `shard`."""
+    experts = shape[0]
+    return Part(shape, 0, ((experts * rank // ranks, experts * (rank + 1) // ranks),), EXPERT_AXES, partial)
+
+
+def _share(p: ParameterSpec, layout: Layout) -> ParameterSpec:
+    if layout.expert == 1 or not p.experts:
+        return p
+    part = expert_part(p.shape, layout.expert - 1, layout.expert, p.part.partial if p.part else ())  # the last has most
+    return replace(p, shape=part.local, part=part)
+
+
 def rank_parts(model: ModelSpec, layout: Layout) -> Iterator[RankPart]:
     """What one rank of each stage has: of each matrix the part that its tensor style leaves to the fullest rank."""
-    parameters = local_parameters(model, layout)
+    parameters = [_share(p, layout) for p in local_parameters(model, layout)]
     for units in stage_units(model, layout):
         wanted = set(units)
         yield RankPart(tuple(p for p in parameters if p.unit in wanted))

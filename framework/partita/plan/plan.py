@@ -15,6 +15,7 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 # The axes over which samples (or, for context, tokens of a sample) differ; gradients are summed over all of them.
 DATA_AXES = ("replicate", "shard")
 GRADIENT_AXES = ("replicate", "shard", "context")
+EXPERT_AXES = ("shard",)  # along which the expert axis is folded: its degree is that of `shard`
 
 
 @dataclass(frozen=True)

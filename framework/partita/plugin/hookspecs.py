@@ -83,6 +83,13 @@ def partita_transforms(plan: Plan) -> list[Transform]:  # type: ignore[empty-bod
     """Named model transforms with their order. Called on every rank while building. All results are sorted together."""
 
 
+@hookspec
+def partita_architecture(config: Any) -> list[Transform]:  # type: ignore[empty-body]
+    """Changes of what the model is, such as experts or adapters, by config alone. Called while planning and, on every rank, while
+    building. Each `apply(model, config)` gets the model on meta as its builder made it, before `partita_transforms`; all are sorted together.
+    """
+
+
 @hookspec(firstresult=True)
 def partita_provide(slot: str, name: str) -> Any:
     """An implementation for a named slot, or None when this plug-in has none of that name.

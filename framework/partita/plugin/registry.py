@@ -209,10 +209,23 @@ class Registry:
 
     def transforms(self, plan: Plan) -> list[Transform]:
         """Model transforms of all plug-ins, in the order in which they are applied."""
+        return self._sorted("partita_transforms", plan=plan)
+
+    def build_model(self, config: Any, vocab: int) -> Any:
+        """The model of `config` with `vocab` tokens, on meta: what its builder makes, as changed by `partita_architecture`."""
+        import torch
+
+        with torch.device("meta"):
+            model = self.provide("model", config.model.name)(config, vocab)
+            for change in self._sorted("partita_architecture", config=config):
+                model = change.apply(model, config)
+        return model
+
+    def _sorted(self, hook: str, **arguments: Any) -> list[Transform]:
         transforms: list[Transform] = []
         owners: dict[str, str] = {}
-        for plugin, values in self._each("partita_transforms", plan=plan):
-            for transform in _list_of(Transform, values, plugin, "partita_transforms"):
+        for plugin, values in self._each(hook, **arguments):
+            for transform in _list_of(Transform, values, plugin, hook):
                 if transform.name in owners:
                     raise PluginError(
                         f"plug-ins {owners[transform.name]!r} and {plugin!r} both have a transform {transform.name!r}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partita.plan.plan import DATA_AXES
 
 CAPABILITIES: dict[str, frozenset[str]] = {
-    "axes": frozenset({*DATA_AXES, "tensor", "context"}),  # layout axes that may be larger than one
+    "axes": frozenset({*DATA_AXES, "tensor", "context", "expert"}),  # layout axes that may be larger than one
     "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
     "tiers": frozenset({"accelerator"}),
     "state_dtypes": frozenset({"float32"}),  # master weights, moments, gradient accumulation

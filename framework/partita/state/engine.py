@@ -111,6 +111,7 @@ class StateEngine:
         self._copies = Copies(self.stages, mesh)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
+        self.share = 1.0  # of one token in the objective, set by the executor: for terms that are attached inside the model
         self._in_backward = False
         self._kept: Unit | None = None  # a unit that stays whole for the next micro-batch
         self._order: Sequence[Unit] = ()  # to be reduced by the backward under way
@@ -281,6 +282,11 @@ class StateEngine:
         for unit in self.units:
             for bucket in unit.trainable:
                 bucket.begin_step()
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a forward that runs now is run again, for backward."""
+        return self._in_backward
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Backward of one micro-batch. `loss` (0-d) is this micro-batch's share of the global mean; `last`: of this update."""

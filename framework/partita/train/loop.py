@@ -127,6 +127,8 @@ def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: i
         metrics |= {"loss_scale": run.engine.scaler.value, "skipped": run.engine.scaler.skipped}
     if isinstance(run.transport, LoggedTransport):
         metrics["communication"] = {k: asdict(v) for k, v in run.transport.take().items()}
+    metrics |= run.gauges
+    run.gauges = {}
     flops = getattr(run.model, "flops_per_token", None)
     peak = run.config.train.peak_flops or run.device.peak_flops(run.plan.precision.compute)
     if flops is not None and peak:

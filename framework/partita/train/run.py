@@ -57,6 +57,7 @@ class Run:
     checkpoints: Checkpointer = field(init=False)
     metrics: MetricsFile = field(init=False)
     best: float | None = None
+    gauges: dict[str, Any] = field(default_factory=dict)  # figures that plug-ins add to the metrics of the update under way
     view: View = field(default_factory=View)
 
     @property
@@ -116,8 +117,7 @@ def _build(run: Run) -> None:
     config, registry = run.config, run.registry
     torch.manual_seed(config.seed)
     run.tokenizer = make_tokenizer(config, registry)
-    with torch.device("meta"):
-        model = registry.provide("model", config.model.name)(config, config.model.vocab or run.tokenizer.vocab_size)
+    model = registry.build_model(config, config.model.vocab or run.tokenizer.vocab_size)
     for transform in registry.transforms(run.plan):
         model = transform.apply(model, run)
     run.model = model.train()

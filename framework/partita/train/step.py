@@ -97,6 +97,7 @@ class PlainExecutor:
         for i, batch in enumerate(batches):
             loss_sum, _ = self._forward(step, batch)
             total = total if i else max(tokens(), 1)
+            self._context.engine.share = 1.0 / total
             self._context.engine.backward(loss_sum / total, last=i == len(batches) - 1)
             local += loss_sum.detach()
         return local if self._context.counts else local.zero_()

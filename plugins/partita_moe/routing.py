@@ -1,0 +1,112 @@
+"""Who is sent where: scores, choice, gates and the losses that keep loads even. In float32, whatever the model computes in.
+
+T tokens, E experts, k choices of each token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID = "softmax_all", "softmax_chosen", "sigmoid"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens are routed. gate: softmax_all (probability among all experts: Switch), softmax_chosen (among the chosen: GShard,
+    Mixtral), sigmoid (of its own logit, over the sum of the chosen: DeepSeek-V3). See `MoeConfig` for the rest."""
+
+    experts: int
+    top_k: int
+    gate: str
+    groups: int = 1
+    group_top_k: int = 1
+    scale: float = 1.0
+    balance: str = "sequence"
+    aux_weight: float = 1e-2
+    z_weight: float = 0.0
+    bias_rate: float = 1e-3
+    capacity: float | None = None
+    shared: int = 0
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """experts int64 [T, k], best first; gates float32 [T, k]; probabilities float32 [T, E], each row summing to one."""
+
+    experts: Tensor
+    gates: Tensor
+    probabilities: Tensor
+
+
+def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Choice:
+    """Route tokens by float32 logits [T, E]. bias [E]: added for the choice only, never in the gates (Wang et al. 2024)."""
+    if routing.gate == SIGMOID:
+        scores = logits.sigmoid()
+        probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    else:
+        scores = probabilities = logits.softmax(-1)
+    wanted = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        wanted = within_groups(wanted, routing.groups, routing.group_top_k)
+    experts = wanted.topk(routing.top_k, dim=-1).indices
+    gates = scores.gather(-1, experts)
+    if routing.gate != SOFTMAX_ALL:
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
+    return Choice(experts, gates * routing.scale, probabilities)
+
+
+def within_groups(scores: Tensor, groups: int, keep: int) -> Tensor:
+    """Scores [T, E] with -inf outside the `keep` best groups; a group counts by the sum of its two best (DeepSeek-V3, 2.1.2)."""
+    split = scores.view(scores.shape[0], groups, -1)
+    strength = split.topk(min(2, split.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, strength.topk(keep, dim=-1).indices, True)
+    return split.masked_fill(~kept.unsqueeze(-1), float("-inf")).view_as(scores)
+
+
+def loads(experts: Tensor, count: int) -> Tensor:
+    """How many tokens each expert is chosen by, int64 [count]."""
+    return torch.bincount(experts.reshape(-1), minlength=count)
+
+
+def balance_loss(choice: Choice, routing: Routing, sequences: int) -> Tensor:
+    """E * sum_i f_i P_i, 0-d: 1 where loads are even, E where one expert has all (Fedus et al. 2022, equation 4).
+
+    f_i: share of choices that fall on expert i; P_i: its mean probability. By `sequence` it is taken over each of the `sequences` equal parts of the tokens
+    and averaged, so it does not depend on how sequences are dealt to ranks and micro-batches; by `batch` over all tokens that are here.
+    """
+    parts = sequences if routing.balance == "sequence" else 1
+    mean = choice.probabilities.view(parts, -1, routing.experts).mean(1)
+    chosen = torch.zeros_like(choice.probabilities).scatter_add_(1, choice.experts, torch.ones_like(choice.gates))
+    share = chosen.view(parts, -1, routing.experts).mean(1) / routing.top_k
+    return routing.experts * (share * mean).sum(-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean squared log-sum-exp of the logits, 0-d (Zoph et al. 2022, equation 5)."""
+    return logits.logsumexp(-1).square().mean()
+
+
+def within_capacity(choice: Choice, routing: Routing) -> Tensor:
+    """Bool [T, k]: which choices an expert has room for, ceil(capacity * k * T / E) each; first choices first, then by position."""
+    assert routing.capacity is not None
+    tokens, k = choice.experts.shape
+    room = max(1, -int(-routing.capacity * k * tokens // routing.experts))
+    order = choice.experts.t().reshape(-1)  # all first choices, then all second ones
+    place = torch.nn.functional.one_hot(order, routing.experts).cumsum(0).gather(1, order.unsqueeze(1)).squeeze(1)
+    return (place <= room).view(k, tokens).t()
+
+
+def evened(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """The bias after an update: `rate` up for experts with less than the mean load, down for others (Wang et al. 2024, algorithm 1)."""
+    mean = counts.mean(-1, keepdim=True)
+    return bias + rate * (mean - counts).sign()
+
+
+def worst_violation(counts: Tensor) -> float:
+    """MaxVio: how far the fullest expert is above the mean load, as a share of it (Wang et al. 2024, equation 4)."""
+    mean = counts.mean(-1)
+    return float(((counts.amax(-1) - mean) / mean.clamp(min=1.0)).max())
