@@ -2,7 +2,14 @@
 
 from partita_offload.auto import partita_choices
 from partita_offload.config import OffloadConfig
-from partita_offload.strategy import partita_check, partita_config, partita_decide, partita_estimate
+from partita_offload.strategy import (
+    partita_check,
+    partita_config,
+    partita_decide,
+    partita_estimate,
+    partita_provide,
+    partita_slots,
+)
 
 partita_api = 1
 
@@ -14,4 +21,6 @@ __all__ = [
     "partita_config",
     "partita_decide",
     "partita_estimate",
+    "partita_provide",
+    "partita_slots",
 ]

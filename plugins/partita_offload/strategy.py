@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan, Tier, Tiers
@@ -10,6 +16,7 @@ from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
 from partita_offload.config import OffloadConfig
 
+TIERS = {"host": "partita_offload.host:HostTier", "file": "partita_offload.file:FileTier"}
 STATES = ("parameters", "gradients", "optimizer", "activations")
 PLACES = {"none": "accelerator", "host": "host", "file": "file"}
 
@@ -21,11 +28,42 @@ def partita_config() -> ConfigContribution:
 
 
 @hookimpl
+def partita_slots() -> dict[str, Sequence[str]]:
+    """Both tiers."""
+    return {"tier": tuple(TIERS)}
+
+
+@hookimpl
+def partita_provide(slot: str, name: str) -> Any:
+    """The class behind a tier."""
+    if slot != "tier" or name not in TIERS:
+        return None
+    module, attribute = TIERS[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+@hookimpl
 def partita_decide(draft: PlanDraft) -> None:
     """A tier for each state."""
     config = draft.config.offload
     tiers = {state: _tier(draft, state, getattr(config, state), config.fraction) for state in STATES}
     draft.write("tiers", Tiers(**tiers, path=config.path))
+    if config.path and not draft.cluster.described and any(t.place == "file" for t in tiers.values()):
+        _probe(draft, Path(config.path))
+
+
+def _probe(draft: PlanDraft, path: Path) -> None:
+    """Whether files there can be read and written past the page cache; only for a run on this machine."""
+    from partita_offload.direct import existing, probe
+
+    try:
+        buffered = probe(existing(path))
+    except OSError as error:
+        reason = f"no file can be made in {path}: {error.strerror}."
+        draft.problem(Problem("offload.path", reason, "Give a folder that this user may write to."))
+        return
+    if buffered:
+        draft.effect("offload.path", "direct I/O", "I/O through the page cache", buffered)
 
 
 def _tier(draft: PlanDraft, state: str, asked: str, fraction: float) -> Tier:
@@ -66,12 +104,29 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
                 "Drop offload.path, or set offload.optimizer=file.",
             )
         )
+    problems += _room(plan, draft)
     if plan.tiers.parameters.place != "accelerator" and not plan.placement.parameters:
         reason = (
             "weights can leave only where they are released between uses, but they stay whole on every rank (zero.stage below 3)."
         )
         problems.append(Problem("offload.parameters", reason, "Set zero.stage=3, or offload.parameters=none."))
     return problems
+
+
+def _room(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """Whether the files of all ranks of this machine fit on its disk."""
+    if draft.cluster.described or not plan.tiers.path:
+        return []
+    from partita.plan.memory import placed_bytes, words
+    from partita_offload.direct import existing
+
+    ranks = min(plan.layout.world, draft.cluster.devices_per_node)
+    need = ranks * sum(size for (_, place), size in placed_bytes(draft, plan).items() if place == "file")
+    free = shutil.disk_usage(existing(Path(plan.tiers.path))).free
+    if need <= free:
+        return []
+    reason = f"the states of {ranks} ranks take {words(need)} there, and {words(free)} are free."
+    return [Problem("offload.path", reason, "Make room, give a folder on a larger disk, or lower offload.fraction.")]
 
 
 @hookimpl

@@ -18,19 +18,6 @@ from partita.state.optimizers import make_adamw
 from partita_recompute.checkpoint import recompute
 
 
-def _tensors(engine: StateEngine) -> dict[str, int]:
-    """Bytes that the engine really holds at rest."""
-    found = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for bucket in engine.buckets:
-        cut = bool(engine.plan.placement.parameters)
-        found["parameters"] += bucket.own.nbytes if cut else bucket.full.untyped_storage().nbytes()
-        found["optimizer"] += sum(t.nbytes for t in bucket.states.values())
-        found["optimizer"] += bucket.master.nbytes if bucket.master is not bucket.own else 0
-        held = {t.data_ptr(): t.nbytes for t in (bucket.reduced, bucket.gradient) if t is not None}
-        found["gradients"] += sum(held.values())
-    return found
-
-
 def train(rank: int, world: int, placement: Placement, activations: Activations, precision: Precision, parts: int) -> Any:
     """Three updates of the toy; returns (losses, norms, bytes held, bytes planned)."""
     torch.set_num_threads(1)
@@ -58,4 +45,4 @@ def train(rank: int, world: int, placement: Placement, activations: Activations,
         engine.update(1e-2, 1.0, norm)
         losses.append(total)
         norms.append(norm)
-    return losses, norms, _tensors(engine), planned
+    return losses, norms, engine.allocated(), planned

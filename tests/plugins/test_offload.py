@@ -1,6 +1,8 @@
-"""Tiers are planned, and refused where the engine has none."""
+"""Tiers are planned, and refused where they can't be."""
 
 from __future__ import annotations
+
+import shutil
 
 import pytest
 
@@ -11,21 +13,36 @@ def test_none_is_where_compute_runs(plan_of):
     assert plan_of().plan.tiers == Tiers()
 
 
-def test_host_and_file_are_planned_and_refused(plan_of):
-    planned = plan_of(
-        launch__ranks=2,
-        zero__stage=3,
-        offload__optimizer="file",
-        offload__parameters="host",
-        offload__path="/data",
-        offload__fraction=0.5,
-    )
-    assert planned.plan.tiers == Tiers(parameters=Tier("host", 0.5), optimizer=Tier("file", 0.5), path="/data")
-    assert sorted(p.key for p in planned.problems) == ["offload.optimizer", "offload.parameters"]
-    assert all("is not in this version" in p.reason for p in planned.problems)
+def test_host_and_file_are_planned(plan_of, tmp_path):
+    settings = {"launch__ranks": 2, "zero__stage": 3, "offload__path": str(tmp_path / "states")}
+    planned = plan_of(offload__optimizer="file", offload__parameters="host", offload__fraction=0.5, **settings)
+    assert planned.plan.tiers == Tiers(Tier("host", 0.5), Tier(), Tier("file", 0.5), path=str(tmp_path / "states"))
+    assert planned.problems == []
     halves = [c.bytes for c in planned.costs if c.category == "optimizer"]
-    assert len(halves) == 2 and abs(halves[0] - halves[1]) <= 1
+    assert len(halves) == 2
+    assert abs(halves[0] - halves[1]) < 0.01 * sum(halves)
     assert any(c.place == "file" and c.category == "communication" for c in planned.costs)
+    assert not (tmp_path / "states").exists()
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_run(plan_of, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    (problem,) = plan_of(offload__optimizer="file", offload__path=str(tmp_path)).problems
+    assert problem.key == "offload.path"
+    assert "1000 B are free" in problem.reason
+
+
+def test_a_file_system_without_direct_io_is_a_line_of_the_manifest(plan_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("partita_offload.direct.probe", lambda folder: f"the file system of {folder} refuses O_DIRECT")
+    planned = plan_of(offload__optimizer="file", offload__path=str(tmp_path))
+    (line,) = [x for x in planned.manifest.differences() if x.key == "offload.path"]
+    assert "refuses O_DIRECT" in line.reason
+
+
+def test_tiers_come_from_the_slot(registry):
+    assert registry.provide("tier", "file").__name__ == "FileTier"
+    assert registry.provide("tier", "host").__name__ == "HostTier"
 
 
 @pytest.mark.parametrize(

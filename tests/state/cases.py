@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from engine_runs import BF16, make_plan
+from engine_runs import BF16, make_plan, make_tiers, tiers_at
 from torch import nn
 
 from partita.config.schema import OptimizerConfig, OptimizerGroup
-from partita.plan.plan import Collectives, LossScale, Precision, Wire
+from partita.plan.plan import Collectives, LossScale, Precision, Tiers, Wire
 from partita.runtime.collectives import NativeCollectives
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
@@ -21,7 +21,8 @@ def engine_for(rank: int, world: int, placement: str, model: nn.Module, config: 
     """An engine over `model` with the rule that `config` names."""
     made = make_plan(world, placement, **plan)
     rule = make_sgd(config) if config.name == "sgd" else make_adamw(config)
-    engine = StateEngine(model, made, Mesh(made.layout, rank, torch.device("cpu")), config, rule)
+    mesh = Mesh(made.layout, rank, torch.device("cpu"))
+    engine = StateEngine(model, made, mesh, config, rule, tiers=make_tiers(rank, made.tiers))
     engine.materialize()
     return engine
 
@@ -62,36 +63,36 @@ def token_weights(rank: int, world: int, placement: str, tokens: list[list[tuple
     return float(engine.full_tensor("w")), norm
 
 
-def clip_report(rank: int, world: int, placement: str) -> tuple[float, list[float]]:
+def clip_report(rank: int, world: int, placement: str, home: str) -> tuple[float, list[float]]:
     """Gradients 30 and 40, clip 1, SGD lr 1: norm 50, moves 0.6 and 0.8."""
-    engine = engine_for(rank, world, placement, Scalars(a=0.0, b=0.0), sgd(1.0))
+    engine = engine_for(rank, world, placement, Scalars(a=0.0, b=0.0), sgd(1.0), tiers=tiers_at(home, placement))
     engine.begin_step()
     engine.backward(engine.model(30.0, 40.0) / world, last=True)
     norm = update(engine, [], 1.0, clip=1.0)
     return norm, [float(engine.full_tensor(n)) for n in "ab"]
 
 
-def group_rates(rank: int, world: int, placement: str) -> list[float]:
+def group_rates(rank: int, world: int, placement: str, home: str) -> list[float]:
     """Two groups with their own rate; a third that matches nothing here."""
     config = sgd(1.0, groups=[OptimizerGroup(["a"], 1e-2), OptimizerGroup(["none*"], 5.0), OptimizerGroup(["b"], 1e-4)])
-    engine = engine_for(rank, world, placement, Scalars(a=0.0, b=0.0), config)
+    engine = engine_for(rank, world, placement, Scalars(a=0.0, b=0.0), config, tiers=tiers_at(home, placement))
     engine.begin_step()
     engine.backward(engine.model(1.0, 1.0) / world, last=True)
     update(engine, [], 1.0)
     return [float(engine.full_tensor(n)) for n in "ab"]
 
 
-def group_decay(rank: int, world: int, placement: str) -> list[float]:
+def group_decay(rank: int, world: int, placement: str, home: str) -> list[float]:
     """AdamW, gradient 0, lr 0.1, decay 0.1 and 0."""
     config = OptimizerConfig(lr=0.1, groups=[OptimizerGroup(["a"], 1.0, 0.1), OptimizerGroup(["b"], 1.0, 0.0)])
-    engine = engine_for(rank, world, placement, Scalars(a=1.0, b=1.0), config)
+    engine = engine_for(rank, world, placement, Scalars(a=1.0, b=1.0), config, tiers=tiers_at(home, placement))
     engine.begin_step()
     engine.backward(engine.model(0.0, 0.0), last=True)
     update(engine, [], 0.1)
     return [float(engine.full_tensor(n)) for n in "ab"]
 
 
-def split_groups(rank: int, world: int, placement: str, split: bool) -> dict[str, torch.Tensor]:
+def split_groups(rank: int, world: int, placement: str, home: str, split: bool) -> dict[str, torch.Tensor]:
     """The same parameters in one group, or in two with equal settings."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 3))
@@ -100,7 +101,7 @@ def split_groups(rank: int, world: int, placement: str, split: bool) -> dict[str
         if split
         else [OptimizerGroup(["*"], 1.0, 0.1)]
     )
-    engine = engine_for(rank, world, placement, model, OptimizerConfig(lr=0.01, groups=groups))
+    engine = engine_for(rank, world, placement, model, OptimizerConfig(lr=0.01, groups=groups), tiers=tiers_at(home, placement))
     for step in range(3):
         engine.begin_step()
         x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step * 10 + rank))
@@ -186,10 +187,10 @@ def bf16_accumulation(rank: int, world: int, placement: str) -> float:
     return float(engine.full_tensor("w", "gradient")) / world
 
 
-def overflow(rank: int, world: int, placement: str) -> list[Any]:
+def overflow(rank: int, world: int, placement: str, home: str) -> list[Any]:
     """fp16 with a dynamic scale: an infinite gradient on one rank skips the update on all and halves the scale."""
     precision = Precision("float16", "float32", "float32", "float32", "float32", LossScale(initial=1024.0, interval=2))
-    engine = engine_for(rank, world, placement, Scalars(w=1.0), sgd(), precision=precision)
+    engine = engine_for(rank, world, placement, Scalars(w=1.0), sgd(), precision=precision, tiers=tiers_at(home, placement))
     out = []
     for bad in (False, True, False, False):
         engine.begin_step()
@@ -225,11 +226,11 @@ def tied(rank: int, world: int, placement: str) -> tuple[float, bool]:
     return float(engine.full_tensor("e.weight", "gradient")), model.head.weight is model.e.weight
 
 
-def evaluation_between(rank: int, world: int, placement: str, mode: str) -> dict[str, torch.Tensor]:
+def evaluation_between(rank: int, world: int, placement: str, home: str, mode: str) -> dict[str, torch.Tensor]:
     """An evaluation between forward and backward must change nothing."""
     from reference import Model, batch, loss_sum
 
-    engine = engine_for(rank, world, placement, Model(), sgd())
+    engine = engine_for(rank, world, placement, Model(), sgd(), tiers=tiers_at(home, placement))
     ids, labels = batch(0, 4)
     engine.begin_step()
     loss = loss_sum(engine.model(ids), labels)
@@ -265,20 +266,24 @@ def odd_shapes(rank: int, world: int, placement: str) -> tuple[dict[str, torch.T
     return whole, {s.key: s.shape for s in engine.load_slices()}
 
 
-def memory(rank: int, world: int, placement: str, precision: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of states: (planned, allocated)."""
+def memory(rank: int, world: int, placement: str, precision: str, tiers: Tiers, parts: int) -> Any:
+    """Bytes of states between the micro-batches of an update, by place: (planned, allocated)."""
     from reference import Model, batch, loss_sum
 
-    plan = make_plan(world, placement, precision=BF16 if precision == "bf16" else Precision(), micro_batches=2)
+    plan = make_plan(world, placement, precision=BF16 if precision == "bf16" else Precision(), micro_batches=parts, tiers=tiers)
     config = OptimizerConfig()
-    engine = StateEngine(Model(), plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_adamw(config))
+    mesh = Mesh(plan.layout, rank, torch.device("cpu"))
+    engine = StateEngine(Model(), plan, mesh, config, make_adamw(config), tiers=make_tiers(rank, tiers))
     engine.materialize()
     ids, labels = batch(0, 2)
     engine.begin_step()
-    engine.backward(loss_sum(engine.model(ids), labels), last=False)
+    engine.backward(loss_sum(engine.model(ids), labels), last=parts == 1)
     for unit in engine.units:
         unit.free()
-    return engine.layout.bytes(), engine.allocated()
+    places = ("accelerator", "host", "file")
+    out = {p: engine.layout.bytes(p) for p in places}, {p: engine.allocated(p) for p in places}
+    engine.close()
+    return out
 
 
 def narrow_wire(rank: int, world: int, placement: str, native: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from reference import Model, batch, loss_sum
 
 from partita.config.schema import OptimizerConfig
-from partita.plan.plan import Layout, Placement, Plan, Precision, Schedule
+from partita.plan.plan import Layout, Placement, Plan, Precision, Schedule, Tier, Tiers
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
 from partita.state.optimizers import make_adamw, make_sgd
+from partita.state.tiers import TierRequest
+from partita_offload.file import FileTier
+from partita_offload.host import HostTier
 
 PLACEMENTS = {
     "replicated": Placement(),
@@ -20,15 +24,22 @@ PLACEMENTS = {
     "gradients": Placement(gradients=("shard",), optimizer=("shard",)),
     "parameters": Placement(("shard",), ("shard",), ("shard",)),
 }
+HERE = Tiers()
 FP32 = Precision()
 BF16 = Precision(compute="bfloat16", gradient="float32", reduce="float32", master="float32")
 
 
-def make_plan(world: int, placement: str, micro_batches: int = 1, replicate: int = 1, precision: Precision = FP32) -> Plan:
+def make_plan(
+    world: int, placement: str, micro_batches: int = 1, replicate: int = 1, precision: Precision = FP32, tiers: Tiers = HERE
+) -> Plan:
     """A plan over `world` ranks."""
     layout = Layout(replicate=replicate, shard=world // replicate)
     return Plan(
-        layout=layout, placement=PLACEMENTS[placement], precision=precision, schedule=Schedule(micro_batches=micro_batches)
+        layout=layout,
+        placement=PLACEMENTS[placement],
+        precision=precision,
+        schedule=Schedule(micro_batches=micro_batches),
+        tiers=tiers,
     )
 
 
@@ -39,11 +50,28 @@ def optimizer_config(rule: str) -> OptimizerConfig:
     return OptimizerConfig(lr=1e-2)
 
 
+def tiers_at(home: str, placement: str) -> Tiers:
+    """All states in `home` (empty: on the device), as far as the placement lets them leave."""
+    if not home:
+        return HERE
+    tier = Tier(home)
+    path = os.environ.get("TMPDIR", "/tmp") if home == "file" else None
+    return Tiers(tier if placement == "parameters" else Tier(), tier, tier, path=path)
+
+
+def make_tiers(rank: int, tiers: Tiers) -> dict[str, Any]:
+    """What a run makes for the places in `tiers`."""
+    request = TierRequest(torch.device("cpu"), rank, tiers.path)
+    places = {t.place for t in (tiers.parameters, tiers.gradients, tiers.optimizer)} - {"accelerator"}
+    return {place: {"host": HostTier, "file": FileTier}[place](request) for place in sorted(places)}
+
+
 def make_engine(rank: int, plan: Plan, rule: str, model: torch.nn.Module | None = None) -> StateEngine:
     """An engine over the odd model, or over `model`."""
     config = optimizer_config(rule)
     maker = make_sgd if rule == "sgd" else make_adamw
-    engine = StateEngine(model or Model(), plan, Mesh(plan.layout, rank, torch.device("cpu")), config, maker(config))
+    mesh = Mesh(plan.layout, rank, torch.device("cpu"))
+    engine = StateEngine(model or Model(), plan, mesh, config, maker(config), tiers=make_tiers(rank, plan.tiers))
     engine.materialize()
     return engine
 

@@ -12,9 +12,12 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
 import cases
-from engine_runs import PLACEMENTS
+from engine_runs import HERE, PLACEMENTS, tiers_at
 from pool import run_ranks
 
+from partita.plan.plan import Tier, Tiers
+
+every_home = pytest.mark.parametrize("home", ["", "host", "file"])
 every_placement = pytest.mark.parametrize("placement", sorted(PLACEMENTS))
 
 
@@ -39,24 +42,27 @@ def test_every_token_weighs_the_same(placement: str, tokens: Any, gradient: floa
         assert norm == pytest.approx(gradient, rel=1e-6)
 
 
+@every_home
 @every_placement
-def test_reported_norm_is_the_one_before_clipping(placement: str) -> None:
-    for norm, moved in ranks(2, cases.clip_report, placement):
+def test_reported_norm_is_the_one_before_clipping(placement: str, home: str) -> None:
+    for norm, moved in ranks(2, cases.clip_report, placement, home):
         assert norm == pytest.approx(50.0, rel=1e-6)
         assert moved == pytest.approx([-0.6, -0.8], rel=1e-5)
 
 
+@every_home
 @every_placement
-def test_each_group_has_its_rate_and_decay(placement: str) -> None:
-    for got in ranks(2, cases.group_rates, placement):
+def test_each_group_has_its_rate_and_decay(placement: str, home: str) -> None:
+    for got in ranks(2, cases.group_rates, placement, home):
         assert got == pytest.approx([-1e-2, -1e-4], rel=1e-6)
-    for got in ranks(2, cases.group_decay, placement):
+    for got in ranks(2, cases.group_decay, placement, home):
         assert got == pytest.approx([0.99, 1.0], rel=1e-6)
 
 
+@every_home
 @every_placement
-def test_splitting_a_group_changes_nothing(placement: str) -> None:
-    one, two = ranks(2, cases.split_groups, placement, False)[0], ranks(2, cases.split_groups, placement, True)[0]
+def test_splitting_a_group_changes_nothing(placement: str, home: str) -> None:
+    one, two = ranks(2, cases.split_groups, placement, home, False)[0], ranks(2, cases.split_groups, placement, home, True)[0]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=1e-7)
 
@@ -96,9 +102,10 @@ def test_bf16_gradients_accumulate_in_fp32(placement: str) -> None:
         assert total == 512.0
 
 
+@every_home
 @every_placement
-def test_overflow_skips_on_all_ranks_and_halves_the_scale(placement: str) -> None:
-    for got in ranks(2, cases.overflow, placement):
+def test_overflow_skips_on_all_ranks_and_halves_the_scale(placement: str, home: str) -> None:
+    for got in ranks(2, cases.overflow, placement, home):
         assert got == [(True, 1024.0, 0.9, 1), (False, 512.0, 0.9, 1), (True, 512.0, 0.8, 2), (True, 1024.0, 0.7, 3)]
 
 
@@ -109,12 +116,13 @@ def test_tied_weights_from_meta_get_the_whole_gradient(placement: str) -> None:
         assert same
 
 
+@every_home
 @every_placement
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_between_forward_and_backward(placement: str, mode: str) -> None:
+def test_evaluation_between_forward_and_backward(placement: str, mode: str, home: str) -> None:
     plain, disturbed = (
-        ranks(2, cases.evaluation_between, placement, "none")[0],
-        ranks(2, cases.evaluation_between, placement, mode)[0],
+        ranks(2, cases.evaluation_between, placement, home, "none")[0],
+        ranks(2, cases.evaluation_between, placement, home, mode)[0],
     )
     for name, value in plain.items():
         assert torch.equal(disturbed[name], value), name
@@ -134,9 +142,13 @@ def test_parameters_without_elements_or_dimensions(placement: str, world: int) -
 
 @every_placement
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_take_the_bytes_that_the_layout_says(placement: str, precision: str) -> None:
-    for planned, allocated in ranks(4, cases.memory, placement, precision):
-        assert allocated == planned
+@pytest.mark.parametrize("parts", [1, 2])
+def test_states_take_the_bytes_that_the_layout_says(placement: str, precision: str, parts: int, tmp_path: Path) -> None:
+    some = Tiers(gradients=Tier("host", 0.3), optimizer=Tier("file", 0.3), path=str(tmp_path))
+    homes = [HERE, some, *(tiers_at(home, placement) for home in ("host", "file"))]
+    for world, tiers in [(w, t) for w in (1, 4) for t in homes]:
+        for planned, allocated in ranks(world, cases.memory, placement, precision, tiers, parts):
+            assert allocated == planned
 
 
 @every_placement

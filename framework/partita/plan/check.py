@@ -65,7 +65,7 @@ def _check_tiers(plan: Plan, able: Capabilities) -> list[Problem]:
     problems = []
     for state in ("parameters", "gradients", "optimizer", "activations"):
         tier: Tier = getattr(plan.tiers, state)
-        if tier.place not in able["tiers"]:
+        if tier.place not in able["activation_tiers" if state == "activations" else "tiers"]:
             what = f"keeping {state} on tier {tier.place!r}"
             problems.append(
                 _missing(f"offload.{state}", what, f"Set offload.{state}=none; a higher zero.stage saves memory too.")

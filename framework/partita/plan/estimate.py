@@ -8,7 +8,7 @@ from functools import partial
 
 from partita.plan.draft import PlanDraft
 from partita.plan.links import message
-from partita.plan.memory import activation_bytes, state_bytes, working_bytes
+from partita.plan.memory import activation_bytes, placed_bytes, working_bytes
 from partita.plan.plan import GRADIENT_AXES, Plan, Wire
 from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
@@ -34,11 +34,9 @@ def memory_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
         "optimizer": _optimizer_words(draft, plan),
     }
     costs = []
-    for category, size in state_bytes(draft, plan).items():
-        tier = getattr(plan.tiers, category)
-        away = int(size * tier.fraction) if tier.place != "accelerator" else 0
-        costs += [Cost(category, what[category], size - away, exact=True)] if size > away or not away else []
-        costs += [Cost(category, what[category], away, tier.place, exact=True)] if away else []
+    for (category, place), size in placed_bytes(draft, plan).items():
+        if size or place == "accelerator":
+            costs.append(Cost(category, what[category], size, place, exact=True))
     tier = plan.tiers.activations
     for words, size in activation_bytes(draft, plan).items():
         away = int(size * tier.fraction) if tier.place != "accelerator" and words == "kept for backward" else 0

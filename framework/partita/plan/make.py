@@ -67,14 +67,14 @@ class Planned:
         _write(folder / "manifest.yaml", self.manifest.as_list())
 
 
-def make_plan(config: Any, registry: Any, module: torch.nn.Module | None = None) -> Planned:
+def make_plan(config: Any, registry: Any) -> Planned:
     """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
 
-    module: the model, where the caller brings its own; else the slot `model` builds it. Problems are collected, not raised. Raises ConfigError where no plan can be shown (an unknown device, a model that can't be
+    Problems are collected, not raised. Raises ConfigError where no plan can be shown (an unknown device, a model that can't be
     built), and PluginError for a name that no plug-in provides.
     """
     cluster = find_cluster(config.cluster, config.launch)
-    model = inspect_model(build_on_meta(config, registry) if module is None else module)
+    model = inspect_model(build_on_meta(config, registry))
     rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
     draft = PlanDraft(config, model, cluster, registry.section_owners(), optimizer_states=tuple(rule.states()))
     trials = int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)

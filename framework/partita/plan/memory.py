@@ -24,17 +24,38 @@ def state_layouts(draft: PlanDraft, plan: Plan) -> Iterator[StateLayout]:
 
 
 def state_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer at rest on a rank of the fullest stage, padding included."""
-    return max((layout_bytes(layout) for layout in merged_layouts(draft, plan)), key=lambda b: sum(b.values()))
+    """Bytes of parameters, gradients and optimizer at rest on a rank of the fullest stage, in all places, padding included."""
+    total: dict[str, int] = {}
+    for (category, _), size in placed_bytes(draft, plan).items():
+        total[category] = total.get(category, 0) + size
+    return total
 
 
-def layout_bytes(layout: StateLayout) -> dict[str, int]:
-    """`layout.bytes()`, and the same where weights or gradients are cut over fewer axes than the optimizer."""
-    total, placement, mesh = layout.bytes(), layout.placement, layout.layout
-    if placement.parameters and placement.parameters != placement.optimizer:
+def placed_bytes(draft: PlanDraft, plan: Plan) -> dict[tuple[str, str], int]:
+    """`state_bytes` by (category, place); places where nothing of a category lies are left out, but for the accelerator."""
+    tiers = plan.tiers
+    moved = [t for t in (tiers.parameters, tiers.gradients, tiers.optimizer) if t.place != "accelerator"]
+    # where a bucket is cut is rounded, so parts of buckets don't add up as whole ones do
+    whole = all(t.fraction == 1.0 for t in moved)
+    places = dict.fromkeys(["accelerator", *(t.place for t in moved)])
+
+    def of(layout: StateLayout) -> dict[tuple[str, str], int]:
+        found = {(category, place): size for place in places for category, size in layout_bytes(layout, place).items()}
+        return {key: size for key, size in found.items() if size or key[1] == "accelerator"}
+
+    layouts = merged_layouts(draft, plan) if whole else state_layouts(draft, plan)
+    return max((of(layout) for layout in layouts), key=lambda b: sum(b.values()))
+
+
+def layout_bytes(layout: StateLayout, place: str = "accelerator") -> dict[str, int]:
+    """`layout.bytes(place)`, and the same where weights or gradients are cut over fewer axes than the optimizer."""
+    total, placement, mesh = layout.bytes(place), layout.placement, layout.layout
+    if place != "accelerator":
+        return total
+    if placement.parameters and placement.parameters != placement.optimizer and layout.tiers.parameters.place == "accelerator":
         width = size_of(layout.precision.compute)
         total["parameters"] = sum(b.padded // mesh.size(placement.parameters) * width for b in layout.buckets)
-    if placement.gradients and placement.gradients != placement.optimizer:
+    if placement.gradients and placement.gradients != placement.optimizer and layout.tiers.gradients.place == "accelerator":
         width = size_of(layout.precision.gradient)
         total["gradients"] = sum(b.padded // mesh.size(placement.gradients) * width for b in layout.buckets if b.trainable)
     return total

@@ -96,7 +96,7 @@ def partita_provide(slot: str, name: str) -> Any:
 
     Called on every rank while building (never in the loop), sometimes while planning. The first result that is not None wins.
     Slots and what they must return are listed in docs/hooks.md: model, corpus, tokenizer, optimizer, lr_schedule, loss,
-    executor, collective, tracker.
+    executor, collective, tier, tracker.
     """
 
 

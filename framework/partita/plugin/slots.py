@@ -13,6 +13,7 @@ SLOTS: dict[str, str] = {
     "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",
     "executor": "a function (partita.train.step.StepContext) -> partita.train.step.Executor; the name is the plan's schedule",
     "collective": "a function (CollectiveContext) -> partita.runtime.collectives.Collectives; the name is the plan's collectives.provider",
+    "tier": "a function (partita.state.tiers.TierRequest) -> partita.state.tiers.Tier; asked for by the places in the plan's tiers",
     "tracker": "nothing: a tracker is an observer, and its names are what tracker.name may be",
 }
 

@@ -6,7 +6,8 @@ Nothing here asks for a ZeRO stage: what is cut follows from the placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,10 +16,14 @@ from torch import nn
 
 from partita.plan.plan import Placement
 from partita.runtime.collectives import Collectives, Work
+from partita.runtime.collectives import Done as Nothing
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout, StateLayout, dtype_of
 from partita.state.slices import StateSlice
+from partita.state.tiers import Array, Done, Homes, Pending
 from partita_kernels import squared_norm
+
+HOST = torch.device("cpu")
 
 
 class Weights(Enum):
@@ -57,6 +62,10 @@ class BufferPool:
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
 
+def _nothing() -> None:
+    """No update is under way."""
+
+
 class Bucket:
     """Flat buffers of one `BucketLayout` on this rank."""
 
@@ -69,8 +78,9 @@ class Bucket:
         pool: BufferPool,
         device: torch.device,
         wire: torch.dtype,
+        homes: Homes,
     ) -> None:
-        self.layout, self.groups, self._pool = layout, groups, pool
+        self.layout, self.groups, self._pool, self._homes = layout, groups, pool, homes
         self._collectives = collectives.for_bucket(layout, state, groups)
         self._placement: Placement = state.placement_of(layout)
         self.index = groups.shard.rank
@@ -80,31 +90,51 @@ class Bucket:
         n = layout.shard
         self.full = torch.zeros(layout.padded, dtype=compute, device=device)
         self._bytes = self.full.untyped_storage().size()
-        self.cut = bool(self._placement.parameters) and groups.shard.size > 1
+        self.cut = bool(self._placement.parameters) and (groups.shard.size > 1 or homes.leaves("parameters"))
         # The part of the weights that this rank's compute copy owns: in place where the whole bucket stays.
-        self.own = torch.zeros(n, dtype=compute, device=device) if self.cut else self._mine(self.full)
-        separate = layout.trainable and compute != master
-        self.master = torch.zeros(n, dtype=master, device=device) if separate else self.own
-        self.states = (
-            {k: torch.zeros(n, dtype=dtype_of(d), device=device) for k, d in state.states.items()} if layout.trainable else {}
-        )
+        parameter = homes.array("parameters", n, compute) if self.cut else Array(self._mine(self.full))
+        # `parameter`, and of trainable buckets `master`, `gradient` and the optimizer's states
+        self.arrays: dict[str, Array] = {"parameter": parameter}
         self.weights = Weights.GATHERED
         self._gathering: Work | None = None
-        self.gradient: torch.Tensor | None = None
-        self.reduced = self._make_reduced(n, device)
+        self._fetching: tuple[Pending, torch.Tensor] | None = None  # this rank's shard on its way from a tier
+        self.gradient: torch.Tensor | None = None  # of the whole bucket
+        self.reduced: torch.Tensor | None = None  # of this rank's shard
+        self._stows = layout.trainable and homes.leaves("gradients")
+        if layout.trainable:
+            self.arrays["master"] = homes.array("optimizer", n, master) if compute != master else parameter
+            self.arrays |= {k: homes.array("optimizer", n, dtype_of(d)) for k, d in state.states.items()}
+            self.arrays["gradient"] = self._make_gradient(n, device)
+        # elements that lie on the device in every state
+        self.keep = min(a.near.numel() for a in self.arrays.values())
         self._reducing: Work | None = None
+        self._stowing: Pending = Done()
+        self._square: torch.Tensor | None = None
         self._filled = [False] * len(layout.segments)
         self._gaps = layout.gaps()
         self._accumulated = False  # `reduced` holds the sum of earlier micro-batches of this step
         self.parameters: list[nn.Parameter | None] = [None] * len(layout.segments)
+        self._first_values: torch.Tensor | None = None
+        self.wait_updated: Callable[[], None] = _nothing  # returns when no update of the weights is under way
 
-    def _make_reduced(self, n: int, device: torch.device) -> torch.Tensor | None:
-        if not self.layout.trainable:
-            return None
+    def _make_gradient(self, n: int, device: torch.device) -> Array:
+        if self._stows:
+            return self._homes.array("gradients", n, self._accumulator_dtype)
         if self.groups.shard.size == 1:  # whole gradients are reduced in place
-            self.gradient = torch.zeros(self.layout.padded, dtype=self._gradient_dtype, device=device)
-            return self.gradient
-        return torch.zeros(n, dtype=self._accumulator_dtype, device=device)
+            self.reduced = self.gradient = torch.zeros(self.layout.padded, dtype=self._gradient_dtype, device=device)
+        else:
+            self.reduced = torch.zeros(n, dtype=self._accumulator_dtype, device=device)
+        return Array(self.reduced)
+
+    @property
+    def own(self) -> Array:
+        """This rank's shard of the weights that compute reads."""
+        return self.arrays["parameter"]
+
+    @property
+    def master(self) -> Array:
+        """This rank's shard of the weights that the optimizer updates; of frozen ones, and where both have one dtype, it is `own`."""
+        return self.arrays.get("master", self.own)
 
     def _mine(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.index * self.layout.shard : (self.index + 1) * self.layout.shard]
@@ -118,29 +148,59 @@ class Bucket:
             parameter.data = self.full[s.offset : s.offset + s.numel].view(s.shape)
 
     def write(self, segment: int, value: torch.Tensor) -> None:
-        """Set one whole parameter (any float dtype) in the compute copy, and in this rank's master."""
+        """Set one whole parameter (any float dtype) in the compute copy, and in this rank's master when `written` is called."""
         s = self.layout.segments[segment]
         flat = value.reshape(-1)
         self.full[s.offset : s.offset + s.numel].copy_(flat)
+        if self._first_values is None:
+            self._first_values = torch.zeros(self.layout.shard, dtype=self.master.dtype, device=self.full.device)
         base = self.index * self.layout.shard
         lo, hi = max(base, s.offset), min(base + self.layout.shard, s.offset + s.numel)
         if lo < hi:
-            part = flat[lo - s.offset : hi - s.offset]
-            self.master[lo - base : hi - base].copy_(part)
-            self.own[lo - base : hi - base].copy_(part)
+            self._first_values[lo - base : hi - base].copy_(flat[lo - s.offset : hi - s.offset])
+
+    def written(self) -> None:
+        """All parameters have been set: this rank's shards take them over."""
+        values, self._first_values = self._first_values, None
+        if values is None:
+            return
+        for array in {id(a): a for a in (self.master, self.own)}.values():
+            array.write(values.to(array.dtype)).settle()
 
     def gather(self) -> None:
         """Start to make all weights current, if they are not."""
         if self.weights is not Weights.SHARDED:
             return
+        self.wait_updated()
         if self.cut:
             self.full.untyped_storage().resize_(self._bytes)
-            self._mine(self.full).copy_(self.own)
+            self._fetched().wait()
         self._gathering = self._collectives.all_gather(self.full, self.groups.shard)
         self.weights = Weights.GATHERING
 
+    def fetch(self) -> None:
+        """Start to read this rank's shard from its tier, if the next `gather` needs it: before that, the disk works while others compute."""
+        far = self.own.far
+        slow = far is not None and far.on(self.full.device) is None and far.on(HOST) is None
+        if slow and self.weights is Weights.SHARDED and self._fetching is None:
+            self.wait_updated()
+            into = self._homes.take(self.layout.shard, self.own.dtype)
+            self._fetching = (self.own.read(into), into)
+
+    def _fetched(self) -> Pending:
+        """Bring this rank's shard into the whole buffer."""
+        if self._fetching is None:
+            return self.own.read(self._mine(self.full))
+        pending, values = self._fetching
+        pending.settle()
+        self._fetching = None
+        self._mine(self.full).copy_(values)
+        self._homes.give(values)
+        return Done()
+
     def wait_gathered(self) -> None:
         """Have all weights current."""
+        self.wait_updated()
         self.gather()
         if self._gathering is not None:
             self._gathering.wait()
@@ -155,8 +215,12 @@ class Bucket:
             self.weights = Weights.SHARDED
 
     def updated(self) -> None:
-        """The optimizer has changed this rank's shard: other ranks' shards are stale."""
-        if self.groups.shard.size > 1:
+        """The optimizer changes this rank's shard: other ranks' shards are stale, and what was read ahead."""
+        if self._fetching is not None:
+            self._fetching[0].settle()
+            self._homes.give(self._fetching[1])
+            self._fetching = None
+        if self.groups.shard.size > 1 or self.cut:
             if self.cut:
                 self.free()
             self.weights = Weights.SHARDED
@@ -188,6 +252,9 @@ class Bucket:
         for lo, hi in self._gaps:
             buffer[lo:hi] = 0
         self._filled = [False] * len(self._filled)
+        if self._stows:
+            self.wait_updated()  # it reads the gradients of the last step
+            self._take_reduced()
         assert self.reduced is not None
         if self.groups.shard.size > 1:
             send = buffer if self._wire.itemsize >= buffer.dtype.itemsize else buffer.to(self._wire)
@@ -195,8 +262,18 @@ class Bucket:
         else:
             self._reducing = self._collectives.all_reduce(buffer, self.groups.replicas, self._wire)
 
-    def wait_reduced(self) -> None:
-        """Finish the reduction over the shard group, if one is under way."""
+    def _take_reduced(self) -> None:
+        """A buffer for the reduced shard on its way to the tier, with what has been summed before."""
+        if self.groups.shard.size == 1:
+            self.reduced = self.gradient
+            return
+        self.reduced = self._pool.take(self.layout.shard, self._accumulator_dtype)
+        if self._accumulated:
+            self._stowing.settle()
+            self.arrays["gradient"].read(self.reduced).wait()
+
+    def wait_reduced(self, last: bool) -> None:
+        """Finish the reduction over the shard group, if one is under way. last: of this update."""
         if self._reducing is None:
             return
         self._reducing.wait()
@@ -206,14 +283,47 @@ class Bucket:
             assert self.gradient is not None
             self._pool.give(self.gradient)
             self.gradient = None
+        if self._stows:
+            self._stow(last)
+
+    def _stow(self, last: bool) -> None:
+        """Move the reduced shard to its tier; what has to be known of the final sum is found while it is here."""
+        assert self.reduced is not None
+        if last:
+            if self.groups.shard.size > 1:
+                self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire).wait()
+            self._square = squared_norm([self.reduced])
+        self._stowing = self._homes.stow(self.arrays["gradient"], self.reduced, self._pool.give)
+        self.reduced = None
+        if self.groups.shard.size == 1:
+            self.gradient = None
+
+    @contextmanager
+    def changing(self) -> Iterator[torch.Tensor]:
+        """The reduced shard, to be changed inside."""
+        if not self._stows:
+            assert self.reduced is not None
+            yield self.reduced
+            return
+        self._stowing.settle()
+        reduced = self._pool.take(self.layout.shard, self._accumulator_dtype)
+        self.arrays["gradient"].read(reduced).wait()
+        yield reduced
+        self._square = squared_norm([reduced])
+        self._stowing = self._homes.stow(self.arrays["gradient"], reduced, self._pool.give)
 
     def reduce_replicas(self) -> Work:
         """Start the sum over the ranks that hold the same shard; once, after the last micro-batch."""
+        if self._stows:
+            return Nothing()  # it was made before they left
         assert self.reduced is not None
         return self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire)
 
     def square(self) -> torch.Tensor:
         """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left."""
+        if self._stows:
+            assert self._square is not None
+            return self._square
         assert self.reduced is not None
         return squared_norm([self.reduced])
 

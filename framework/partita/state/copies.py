@@ -30,10 +30,10 @@ class Copies:
         for other in self._ranks(bucket):
             if other == self._here:
                 continue
-            assert bucket.reduced is not None
-            theirs, peer = torch.empty_like(bucket.reduced), self._group.ranks[other]
-            send = dist.P2POp(dist.isend, bucket.reduced, peer, self._group.process_group)
-            receive = dist.P2POp(dist.irecv, theirs, peer, self._group.process_group)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
-            bucket.reduced.add_(theirs)
+            with bucket.changing() as reduced:
+                theirs, peer = torch.empty_like(reduced), self._group.ranks[other]
+                send = dist.P2POp(dist.isend, reduced, peer, self._group.process_group)
+                receive = dist.P2POp(dist.irecv, theirs, peer, self._group.process_group)
+                for work in dist.batch_isend_irecv([send, receive]):
+                    work.wait()
+                reduced.add_(theirs)

@@ -33,6 +33,7 @@ from partita.state.layout import Segment, build_layout, dtype_of
 from partita.state.optimizers import Rule, Update
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
+from partita.state.tiers import FarUpdater, Homes, Tier
 from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
@@ -55,6 +56,11 @@ class Unit:
         """Start gathering what is not whole."""
         for bucket in self.buckets:
             bucket.gather()
+
+    def fetch(self) -> None:
+        """Start to read what lies in a tier that is slow."""
+        for bucket in self.buckets:
+            bucket.fetch()
 
     def wait_gathered(self) -> None:
         """Have all weights whole."""
@@ -82,6 +88,7 @@ class StateEngine:
 
     model: on the meta device, or real (its weights are then kept by `materialize()` without a source). rule: update rule.
     optimizer: config node with lr, groups, weight_decay, decay_1d. prefetch: units gathered ahead.
+    tiers: for each place in the plan's tiers but `accelerator`, what holds its states.
     Raises PartitaError where a parameter has no float dtype.
     """
 
@@ -94,6 +101,7 @@ class StateEngine:
         rule: Rule,
         collectives: Collectives | None = None,
         prefetch: int = 1,
+        tiers: Mapping[str, Tier] | None = None,
     ) -> None:
         self.model, self.plan, self.mesh, self.rule = model, plan, mesh, rule
         self.device = mesh.device
@@ -103,6 +111,8 @@ class StateEngine:
         self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
         self._collectives = collectives or collectives_for(self.device)
         self._prefetch = prefetch
+        self._homes = Homes(self.layout, tiers or {}, self.device)
+        self._far = self._make_far_updater([])
         self._cut = tuple(a for a in AXES if a in self.layout.placement.optimizer)
         # All ranks make the usual groups in one order, whatever their stage needs of them.
         for partial in ((), ("tensor",)):
@@ -152,9 +162,10 @@ class StateEngine:
         buckets: dict[str, list[Bucket]] = {}
         for layout in self.layout.buckets:
             groups = self._groups(layout.axes, layout.partial)
-            bucket = Bucket(layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype)
+            bucket = Bucket(layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype, self._homes)
             for i, s in enumerate(layout.segments):
                 bucket.write(i, initial(source, s) if source else by_name[s.name].parameter.detach())
+            bucket.written()
             bucket.bind([self._real_parameter(by_name[s.name]) for s in layout.segments])
             bucket.free()
             buckets.setdefault(layout.unit, []).append(bucket)
@@ -168,6 +179,8 @@ class StateEngine:
         self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
         self._updates = self._build_updates()
         self._next, self._previous = self._neighbours()
+        # in the order in which the next forward pass needs them
+        self._far = self._make_far_updater([b for u in [self.root, *blocks] for b in u.trainable])
         self._place = {s.name: (b, i) for b in self.buckets for i, s in enumerate(b.layout.segments)}
         self._install_hooks()
 
@@ -196,37 +209,42 @@ class StateEngine:
                     module._buffers[key] = held.to(self.device)
 
     def _build_updates(self) -> list[tuple[int, Update]]:
-        """One `Update` for each hyper-parameter group: views are made once, not on every step."""
+        """One `Update` for each hyper-parameter group of what lies on the device: views are made once, not on every step."""
         grouped: dict[int, list[tuple[Bucket, int, int]]] = {}
         for bucket in self.buckets:
             if bucket.layout.trainable:
                 for group, lo, hi in bucket.runs():
-                    grouped.setdefault(group, []).append((bucket, lo, hi))
+                    if lo < bucket.keep:
+                        grouped.setdefault(group, []).append((bucket, lo, min(hi, bucket.keep)))
         out = []
         for group, ranges in sorted(grouped.items()):
-            out.append(
-                (
-                    group,
-                    Update(
-                        [b.master[lo:hi] for b, lo, hi in ranges],
-                        [b.reduced[lo:hi] for b, lo, hi in ranges if b.reduced is not None],
-                        {k: [b.states[k][lo:hi] for b, lo, hi in ranges] for k in self.layout.states},
-                        [b.own[lo:hi] if b.own is not b.master else None for b, lo, hi in ranges],
-                    ),
-                )
+            update = Update(
+                [b.master.near[lo:hi] for b, lo, hi in ranges],
+                [b.arrays["gradient"].near[lo:hi] for b, lo, hi in ranges],
+                {k: [b.arrays[k].near[lo:hi] for b, lo, hi in ranges] for k in self.layout.states},
+                [b.own.near[lo:hi] if b.own is not b.master else None for b, lo, hi in ranges],
             )
+            out.append((group, update))
         return out
 
+    def _make_far_updater(self, order: list[Bucket]) -> FarUpdater:
+        states = tuple(self.layout.states)
+        far = FarUpdater(order, self.layout.groups, states, self.rule, self.device, self._homes.lane)
+        for bucket in order if self._homes.any else []:
+            bucket.wait_updated = lambda b=bucket: far.wait(b)  # type: ignore[misc]
+        return far
+
     def _neighbours(self) -> tuple[list[list[Unit]], list[list[Unit]]]:
-        """For each block those to gather ahead in forward and in backward: of its own stage only."""
+        """For each block those to gather ahead in forward and in backward, and one to fetch: of its own stage only."""
         by_name = {unit.name: unit for unit in self.blocks}
         stages = [[by_name[name] for name in stage] for stage in self.stages.blocks] if self.stages else [self.blocks]
-        following = [stage[i + 1 : i + 1 + self._prefetch] for stage in stages for i in range(len(stage))]
-        previous = [stage[max(0, i - self._prefetch) : i][::-1] for stage in stages for i in range(len(stage))]
+        far = self._prefetch + 1
+        following = [stage[i + 1 : i + 1 + far] for stage in stages for i in range(len(stage))]
+        previous = [stage[max(0, i - far) : i][::-1] for stage in stages for i in range(len(stage))]
         return following, previous
 
     def _install_hooks(self) -> None:
-        if any(b.groups.shard.size > 1 for b in self.buckets):
+        if any(b.groups.shard.size > 1 for b in self.buckets) or self._homes.any:
             if self.stages is None:  # else an executor runs parts of the model, and asks for the root itself
                 self.model.register_forward_pre_hook(self._before_model)
                 self.model.register_forward_hook(self._after_model)
@@ -254,9 +272,14 @@ class StateEngine:
             for unit in self.units:
                 unit.free()
 
-    def _before_forward(self, i: int) -> None:
-        for ahead in self._next[i]:
+    def _gather_ahead(self, units: list[Unit]) -> None:
+        for ahead in units[: self._prefetch]:
             ahead.gather()
+        for later in units[self._prefetch :]:
+            later.fetch()
+
+    def _before_forward(self, i: int) -> None:
+        self._gather_ahead(self._next[i])
         self.blocks[i].wait_gathered()
 
     def _after_forward(self, i: int, output: Any) -> None:
@@ -269,8 +292,7 @@ class StateEngine:
                     tensor.register_hook(lambda _g, i=i: self._before_backward(i))
 
     def _before_backward(self, i: int) -> None:
-        for ahead in self._previous[i]:
-            ahead.gather()
+        self._gather_ahead(self._previous[i])
         self.blocks[i].wait_gathered()
 
     # ------------------------------------------------------------------ backward
@@ -382,7 +404,7 @@ class StateEngine:
 
     def _finish(self, unit: Unit) -> None:
         for bucket in unit.trainable:
-            bucket.wait_reduced()
+            bucket.wait_reduced(self._due[unit])
 
     # ------------------------------------------------------------------ update
 
@@ -419,6 +441,7 @@ class StateEngine:
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self._scale.fill_(factor / self.scaler.used)
         self.updates += 1
+        self.settle()
         for group, update in self._updates:
             hyper = self.layout.groups[group]
             self.rule.update(
@@ -427,8 +450,20 @@ class StateEngine:
         for bucket in self.buckets:
             if bucket.layout.trainable:
                 bucket.updated()
-        self._prefetch_first()
+        self._far.start(self.updates, lr, self._scale)
+        if not self._homes.any:  # else the first ones wait for their update, which goes on beside other work
+            self._prefetch_first()
         return True
+
+    def settle(self) -> None:
+        """Return when all states are at rest in their tiers. Raises PartitaError where an update there failed."""
+        self._far.drain()
+        self._homes.settle()
+
+    def close(self) -> None:
+        """Give back what lies outside of this process's memory, and end threads. The engine is unusable then."""
+        self._far.close()
+        self._homes.close()
 
     def _prefetch_first(self) -> None:
         """Start the gathers that the next forward needs first; ranks can go on with other work meanwhile."""
@@ -462,11 +497,13 @@ class StateEngine:
         """
         if name not in self._place:
             raise PartitaError(f"no parameter is called {name!r}")
+        self.settle()
         bucket, i = self._place[name]
-        source = {"parameter": bucket.master, "gradient": bucket.reduced, **bucket.states}.get(kind)
-        if source is None:
-            raise PartitaError(f"{name!r} has no {kind!r}; it has parameter, gradient, {', '.join(bucket.states)}")
-        s = bucket.layout.segments[i]
+        array = bucket.master if kind == "parameter" else bucket.arrays.get(kind)
+        if array is None:
+            known = dict.fromkeys(["parameter", *(k for k in bucket.arrays if k != "master")])
+            raise PartitaError(f"{name!r} has no {kind!r}; it has {', '.join(known)}")
+        s, source = bucket.layout.segments[i], array.whole()
         if source.numel() == bucket.layout.padded:
             whole = source
         else:
@@ -481,21 +518,28 @@ class StateEngine:
         self._collectives.all_reduce(total, self.mesh.group(s.part.axes)).wait()  # of disjoint parts: exact
         return total
 
-    def allocated(self) -> dict[str, int]:
-        """Bytes of states at rest on this rank, by category as `StateLayout.bytes`, read from the buffers themselves."""
-        kinds: dict[str, list[torch.Tensor]] = {"parameters": [], "gradients": [], "optimizer": []}
-        for b in self.buckets:
-            kinds["parameters"] += [b.own if b.cut else b.full]
-            kinds["gradients"] += [t for t in (b.reduced, b.gradient) if t is not None]
-            kinds["optimizer"] += [*b.states.values(), *([b.master] if b.master is not b.own else [])]
-        return {
-            k: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in v}.values()) for k, v in kinds.items()
-        }
+    def allocated(self, place: str = "accelerator") -> dict[str, int]:
+        """Bytes of states at rest on this rank in one place, by category as `StateLayout.bytes`, read from the buffers themselves."""
+        total = {}
+        kinds = {"parameters": ("parameter",), "gradients": ("gradient",), "optimizer": ("master", *self.layout.states)}
+        for category, names in kinds.items():
+            arrays = {id(b.arrays[k]): b.arrays[k] for b in self.buckets for k in names if k in b.arrays}
+            if category == "optimizer":
+                arrays = {i: a for i, a in arrays.items() if all(a is not b.own for b in self.buckets)}
+            if place != "accelerator":
+                here = getattr(self.layout.tiers, category).place == place
+                total[category] = sum(a.far.numel * a.dtype.itemsize for a in arrays.values() if a.far is not None) if here else 0
+                continue
+            near = [a.near for a in arrays.values()]
+            near += [b.gradient for b in self.buckets if b.gradient is not None and category == "gradients"]
+            total[category] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in near}.values())
+        return total
 
     # ------------------------------------------------------------------ checkpoints
 
     def save_slices(self) -> list[StateSlice]:
         """This rank's part of all states: parts of all ranks are disjoint and cover each state once."""
+        self.settle()
         out: list[StateSlice] = []
         for bucket in self.buckets:
             if not self._copies.owns(bucket):
@@ -520,6 +564,7 @@ class StateEngine:
 
     def load_slices(self) -> list[StateSlice]:
         """All that this rank needs, as views that a load writes into."""
+        self.settle()
         out: list[StateSlice] = []
         for bucket in self.buckets:
             for s, lo, hi in bucket.layout.owned(bucket.index):
@@ -533,12 +578,15 @@ class StateEngine:
 
     def _slices(self, bucket: Bucket, s: Segment, lo: int, hi: int) -> list[StateSlice]:
         start = s.offset - bucket.index * bucket.layout.shard
-        kinds = {f"model.{s.name}": bucket.master, **{f"optimizer.{s.name}.{k}": v for k, v in bucket.states.items()}}
+        kinds = {f"model.{s.name}": bucket.master}
+        if bucket.layout.trainable:
+            kinds |= {f"optimizer.{s.name}.{k}": bucket.arrays[k] for k in self.layout.states}
         runs = list(s.part.runs(lo, hi)) or [(lo, lo, 0)] * (math.prod(s.part.shape) == 0)
         return [
-            StateSlice(key, s.part.shape, t.dtype, to, to + n, t[start + at : start + at + n])
-            for key, t in kinds.items()
+            StateSlice(key, s.part.shape, data.dtype, to + a - start - at, to + b - start - at, data)
+            for key, array in kinds.items()
             for at, to, n in runs
+            for a, b, data in array.spans(start + at, start + at + n)
         ]
 
     def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -548,8 +596,10 @@ class StateEngine:
     def after_load(self) -> None:
         """The shards have been written from outside: renew the compute copies."""
         for bucket in self.buckets:
+            for array in bucket.arrays.values():
+                array.flush()
             if bucket.own is not bucket.master:
-                bucket.own.copy_(bucket.master)
+                bucket.own.write(bucket.master.whole().to(bucket.own.dtype)).settle()
             bucket.updated()
 
     def extra_state(self) -> dict[str, Any]:

@@ -9,14 +9,14 @@ sharding, and vectors and their scalar rests fall on the same elements, so resul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
 
-from partita.plan.plan import Layout, Placement, Plan, Precision
+from partita.plan.plan import Layout, Placement, Plan, Precision, Tier, Tiers
 from partita.state.parts import Part
 
 ALIGN = 64  # elements; keeps shards on cache-line and vector boundaries in every dtype
@@ -172,6 +172,7 @@ class StateLayout:
     layout: Layout
     accumulates: bool  # several micro-batches are summed before the reduction
     states: Mapping[str, str] = field(default_factory=dict)  # optimizer state name -> dtype name
+    tiers: Tiers = field(default_factory=Tiers)
 
     @property
     def separate_master(self) -> bool:
@@ -185,29 +186,54 @@ class StateLayout:
         return dtype_of(self.precision.gradient if kept_whole else self.precision.compute)
 
     def placement_of(self, bucket: BucketLayout) -> Placement:
-        """The placement, as far as it can cut a bucket whose tensors are cut along some axes already."""
-        return self.placement if bucket.shards > 1 else Placement()
+        """The placement, as far as it can cut a bucket whose tensors are cut along some axes already.
 
-    def bytes(self) -> dict[str, int]:
-        """Bytes on one rank at rest, by category, padding included. Every rank holds the same number.
+        Cut in one part is not cut, but weights that leave the device are released between uses.
+        """
+        if bucket.shards > 1:
+            return self.placement
+        return Placement(parameters=self.placement.parameters if self.tiers.parameters.place != "accelerator" else ())
+
+    def bytes(self, place: str = "accelerator") -> dict[str, int]:
+        """Bytes on one rank at rest in one place, by category, padding included. Every rank holds the same number.
 
         gradients counts what lives between micro-batches: the whole bucket where gradients are not cut, else the shard.
         """
-        compute, master = size_of(self.precision.compute), size_of(self.precision.master)
         total = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for category, numel, width, leaves in self.pieces():
+            tier = getattr(self.tiers, category)
+            far = far_elements(numel, tier) if leaves else 0
+            if place == "accelerator":
+                total[category] += (numel - far) * width
+            elif place == tier.place:
+                total[category] += far * width
+        return total
+
+    def pieces(self) -> Iterator[tuple[str, int, int, bool]]:
+        """Every buffer at rest: (category, elements, bytes of an element, whether a tier may hold it)."""
+        compute, master = size_of(self.precision.compute), size_of(self.precision.master)
         for b in self.buckets:
             placement = self.placement_of(b)
-            total["parameters"] += (b.shard if placement.parameters else b.padded) * compute
+            yield "parameters", b.shard if placement.parameters else b.padded, compute, bool(placement.parameters)
             if not b.trainable:
                 continue
             if self.separate_master:
-                total["optimizer"] += b.shard * master
-            total["optimizer"] += sum(b.shard * size_of(d) for d in self.states.values())
-            if placement.optimizer:
-                total["gradients"] += b.shard * size_of(self.precision.gradient)
-            if not placement.gradients:
-                total["gradients"] += b.padded * self.gradient_dtype.itemsize
-        return total
+                yield "optimizer", b.shard, master, True
+            for dtype in self.states.values():
+                yield "optimizer", b.shard, size_of(dtype), True
+            reduced_apart = bool(placement.optimizer) or self.tiers.gradients.place != "accelerator"
+            if reduced_apart:
+                yield "gradients", b.shard, size_of(self.precision.gradient), True
+            # whole gradients that are reduced at once, into a shard or on their way to a tier, are no state at rest
+            if not placement.gradients and (self.accumulates or not reduced_apart):
+                yield "gradients", b.padded, self.gradient_dtype.itemsize, False
+
+
+def far_elements(numel: int, tier: Tier) -> int:
+    """How many of the last elements of a shard lie in its tier: whole multiples of ALIGN, nearest to the fraction asked for."""
+    if tier.place == "accelerator":
+        return 0
+    return min(numel, round(numel * tier.fraction / ALIGN) * ALIGN)
 
 
 def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: Any) -> StateLayout:
@@ -219,10 +245,12 @@ def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: An
     shards = plan.layout.size(plan.placement.optimizer)
     cut = plan.placement.optimizer
     buckets = build_buckets(spec.parameters, index, lambda axes: plan.layout.size(tuple(a for a in cut if a not in axes)))
-    placement = plan.placement if shards > 1 else Placement()  # cut in one part is not cut
+    placement = plan.placement
+    if shards == 1:  # cut in one part is not cut, but weights that leave the device are released between uses
+        placement = Placement(parameters=placement.parameters if plan.tiers.parameters.place != "accelerator" else ())
     several = plan.schedule.reduce_every > 1 or not placement.gradients
     accumulates = plan.schedule.micro_batches > 1 and several
-    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states))
+    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states), plan.tiers)
 
 
 def dtype_of(name: str) -> torch.dtype:

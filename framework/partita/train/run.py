@@ -24,6 +24,7 @@ from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
 from partita.runtime.transport import LoggedTransport, Transport
 from partita.state.engine import StateEngine
+from partita.state.tiers import Tier, TierRequest
 from partita.train.checkpoint import Checkpointer
 from partita.train.metrics import MetricsFile
 from partita.train.step import Executor, StepContext
@@ -126,7 +127,8 @@ def _build(run: Run) -> None:
     context = CollectiveContext(run.mesh, run.plan, run.transport)
     collectives = registry.provide("collective", run.plan.collectives.provider)(context)
     prefetch = int(run.plan.extensions.get("prefetch", 1))
-    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch)
+    tiers = _make_tiers(run)
+    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch, tiers)
     run.engine.materialize(weight_source(model, config.seed))
     objective = getattr(model, "partita_loss", "causal")
     run.step_context = _step_context(
@@ -158,6 +160,14 @@ def _step_context(run: Run, loss: Any) -> StepContext:
         label_smoothing=t.label_smoothing,
         z_loss=t.z_loss,
     )
+
+
+def _make_tiers(run: Run) -> dict[str, Tier]:
+    """What holds the states that the plan keeps elsewhere than on the device, by place."""
+    tiers = run.plan.tiers
+    places = {t.place for t in (tiers.parameters, tiers.gradients, tiers.optimizer)} - {"accelerator"}
+    request = TierRequest(run.mesh.device, run.rank, tiers.path)
+    return {place: run.registry.provide("tier", place)(request) for place in sorted(places)}
 
 
 def _make_data(run: Run, objective: str) -> Any:
@@ -200,7 +210,7 @@ def weight_source(model: nn.Module, seed: int) -> Any:
 
 def _close(run: Run) -> None:
     """Release what the run holds; called also after errors, so nothing here may need another rank."""
-    for name in ("data", "checkpoints", "metrics"):
+    for name in ("data", "checkpoints", "metrics", "engine"):
         part = getattr(run, name, None)
         if part is not None:
             part.close()
