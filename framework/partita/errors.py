@@ -34,6 +34,10 @@ class CheckpointError(PartitaError):
     """A checkpoint can't be written or read; nothing that was complete has been lost."""
 
 
+class NonFiniteError(PartitaError):
+    """The gradient norm of an update is not finite, on all ranks alike; the update was not applied."""
+
+
 class RunInterrupted(PartitaError):
     """A signal ended the run after a checkpoint; `signum` tells which. to_grow: it was stopped only to go on with more ranks."""
 

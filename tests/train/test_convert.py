@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from small_models import VOCAB, build, make_config, spread
 from partita import cli
 from partita.errors import CheckpointError, ConfigError
 from partita.models.export import export_hf
-from partita.train.checkpoint import inspect, read_weights
-from partita.train.foreign.convert import convert, to_safetensors
+from partita.train.checkpoint import inspect, load_slices, read_weights
+from partita.train.foreign.convert import convert, read_source, to_safetensors
+
+DEEPSPEED = Path(__file__).parent / "data" / "deepspeed.tar.xz"  # made by data/make_deepspeed.py
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -120,6 +124,48 @@ def test_code_in_a_file_is_named_and_not_run(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=r"posix\.system: reading it would run code"):
         convert(tmp_path / "ckpt.pt", tmp_path / "out")
     assert not (tmp_path / "pwned").exists()
+
+
+# ------------------------------------------------------------------ DeepSpeed
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders zero1, zero2, zero3: written by DeepSpeed on 2 ranks in bf16, and the states as DeepSpeed itself gathers them."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(DEEPSPEED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_deepspeed(stage: int, deepspeed: Path, tmp_path: Path) -> None:
+    """Masters and moments of frozen, tied and odd-sized parameters, and the buffer, are equal to the bit."""
+    truth = load_file(deepspeed / f"zero{stage}" / "truth.safetensors")
+    path, read = convert(deepspeed / f"zero{stage}", tmp_path / "out")
+    assert read.what == f"DeepSpeed, ZeRO-{stage}"
+    assert read.step == 3
+    index, _ = load_slices(path, [])
+    wanted = {n: t for n, t in truth.items() if n != "head.weight" and not n.startswith("head.weight.")}
+    weights = read_weights(path)
+    assert torch.equal(weights.pop("count"), torch.tensor([3.0, 4.0]))
+    for name, tensor in wanted.items():
+        base, _, kind = name.rpartition(".")
+        got = read.states[kind][base] if kind in ("exp_avg", "exp_avg_sq") else weights[name]
+        assert torch.equal(got, tensor), name
+    assert set(weights) == {n for n in wanted if not n.endswith(("exp_avg", "exp_avg_sq"))}
+    assert "optimizer.embed.weight.exp_avg" in index.tensors
+
+
+def test_what_is_missing_in_a_checkpoint_of_deepspeed(deepspeed: Path, tmp_path: Path) -> None:
+    shutil.copytree(deepspeed / "zero3", tmp_path / "cut")
+    files = sorted((tmp_path / "cut").rglob("*optim_states.pt"))
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match="written by 2 ranks, and the files of 1"):
+        read_source(tmp_path / "cut")
+    files[0].write_bytes(files[0].read_bytes()[:500])
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt can't be read"):
+        read_source(tmp_path / "cut")
 
 
 # ------------------------------------------------------------------ whole

@@ -115,7 +115,9 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
                 yield Problem(group, "no option is given", _options(plus + group, "", options))
             continue
         for name in value if isinstance(value, list) else [value]:
-            if not custom and str(name) not in options:
+            if not isinstance(name, str):
+                yield Problem(group, f"{name!r} is no name of an option", _options(plus + group, str(name), options))
+            elif not custom and name not in options:
                 yield Problem(
                     group,
                     f"there is no option {describe(name)!r} in group {group!r}",

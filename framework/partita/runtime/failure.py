@@ -102,14 +102,17 @@ def judge(run: Path, ranks: int, ended: dict[int, int], positions: list[phase.Po
     """
     reports = [f for path in folder(run).glob("rank*.failure.json") if (f := read(path)) is not None]
     causes = sorted((f for f in reports if not f.echo), key=lambda f: f.time)
-    silent = [rank for rank in ended if rank not in {f.rank for f in reports}]
+    silent = [rank for rank in sorted(ended) if rank not in {f.rank for f in reports}]
     for path in folder(run).glob("rank*.failure.json"):
         path.unlink()
     if causes:
         return _error(run, ranks, causes[0], lost=len({f.rank for f in causes if _DEVICE.search(f.cause)}))
     if silent:
         where = positions[silent[0]]
-        failure = Failure(silent[0], where.step, where.phase, _end(ended[silent[0]]), time.time())
+        cause = _end(ended[silent[0]])
+        if len(silent) > 1:
+            cause += f"; so ended rank {', '.join(map(str, sorted(silent)[1:9]))}: a whole node may be lost"
+        failure = Failure(silent[0], where.step, where.phase, cause, time.time())
         (folder(run) / FIRST).write_text(json.dumps(asdict(failure)))
         return _error(run, ranks, failure, lost=len(silent))
     if reports:

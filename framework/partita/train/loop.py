@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partita.errors import CheckpointError, PartitaError, RunInterrupted
+from partita.errors import CheckpointError, NonFiniteError, RunInterrupted
 from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
@@ -140,7 +140,7 @@ def _nonfinite(run: Run, step: int, loss: float, norm: float) -> None:
     """A gradient norm that is not finite, without a loss scale to blame."""
     what = f"step {step}: the gradient norm is {norm} (loss {loss}); the update was not applied"
     if run.config.train.on_nonfinite == "stop":
-        raise PartitaError(f"{what}. Lower optimizer.lr, set train.grad_clip, or go on with train.on_nonfinite=skip.")
+        raise NonFiniteError(f"{what}. Lower optimizer.lr, set train.grad_clip, or go on with train.on_nonfinite=skip.")
     if run.rank == 0:
         log.warning("%s (skipped so far: %d)", what, run.engine.scaler.skipped)
 

@@ -24,6 +24,7 @@ CHUNK = 16 * BLOCK  # bytes of one read or write
 FLUSH = 64 * CHUNK  # bytes after which written data is forced to the disk: the last flush stays short, the page cache small
 ALIGN = 64  # bytes; every part begins on a multiple, so that it can be viewed in any dtype
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+before_write: Callable[[int], None] | None = None  # called with the size of each chunk: to throttle, or to make it fail
 _SEAL = re.compile(r'\A\{"sha256":"([0-9a-f]{64})",')
 
 
@@ -154,6 +155,8 @@ def write_shard(path: Path, data: torch.Tensor, between: Callable[[], None]) -> 
                 os.posix_fallocate(handle, 0, len(view))
         for start in range(0, len(view), CHUNK):
             between()
+            if before_write is not None:
+                before_write(min(CHUNK, len(view) - start))
             chunk = view[start : start + CHUNK]
             sums += [f"{zlib.crc32(chunk[i : i + BLOCK]):08x}" for i in range(0, len(chunk), BLOCK)]
             _write_all(handle, chunk, start)

@@ -98,6 +98,9 @@ def _assemble(folder: Path, heads: list[Any], parts: list[Any]) -> Source:
         else:
             source.weights = whole
     source.weights |= _frozen(heads, stage, len(parts))
+    if stage < 3:  # what is not trained may stand in the module alone
+        rest = {n: t.float() for n, t in module.items() if n not in names and n not in shared and n not in source.weights}
+        source.weights |= rest
     source.step = source.step or _updates(states[0])
     for alias in shared:
         source.weights.pop(alias, None)
@@ -129,25 +132,24 @@ def _flat12(state: Mapping[str, Any]) -> Flat:
     masters = [t.float().reshape(-1) for t in state["single_partition_of_fp32_groups"]]
     base = state["base_optimizer_state"]
     rows = base if isinstance(base, list) else [base["state"].get(i, {}) for i in range(len(masters))]
-    return {"": masters, **_moments(rows, masters)}
+    if any(p for group in state.get("param_alignment_paddings") or () for p in group):
+        raise CheckpointError(
+            "parameters are aligned with gaps in between, which is not understood; export by DeepSpeed's zero_to_fp32"
+        )
+    return {"": masters, **_moments(rows)}
 
 
 def _flat3(state: Mapping[str, Any]) -> Flat:
     masters = [t.float().reshape(-1) for t in _list(state["fp32_flat_groups"])]
     rows = [state["optimizer_state_dict"]["state"].get(i, {}) for i in range(len(masters))]
-    flat = {"": masters, **_moments(rows, masters)}
+    flat = {"": masters, **_moments(rows)}
     return {kind: [torch.cat(values)] for kind, values in flat.items()}  # sub-groups of the whole model, one after the other
 
 
-def _moments(rows: Sequence[Any], masters: list[torch.Tensor]) -> Flat:
-    """States of the masters' shape, by name, where each group has them."""
-    kinds = [k for k, v in rows[0].items() if isinstance(v, torch.Tensor) and v.numel() > 1] if rows else []
-    out = {}
-    for kind in kinds:
-        values = [row[kind].float().reshape(-1) for row in rows]
-        if all(v.numel() <= m.numel() for v, m in zip(values, masters, strict=True)):
-            out[kind] = [torch.nn.functional.pad(v, (0, m.numel() - v.numel())) for v, m in zip(values, masters, strict=True)]
-    return out
+def _moments(rows: Sequence[Any]) -> Flat:
+    """States with a value for each element, by name. They may keep the padding behind the last rank's part that masters have not."""
+    kinds = [k for k, v in rows[0].items() if isinstance(v, torch.Tensor) and v.ndim and k != "step"] if rows else []
+    return {kind: [row[kind].float().reshape(-1) for row in rows] for kind in kinds}
 
 
 def _updates(state: Mapping[str, Any]) -> int:

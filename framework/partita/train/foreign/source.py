@@ -28,11 +28,9 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     def translated(self, translate: Translate) -> None:
-        """Rename and reshape weights; states are treated as their weights are, and left out where they cover only some."""
+        """Rename and reshape weights; states are treated as their weights are. What has none (frozen weights) gets none."""
         states = {}
         for kind, values in self.states.items():
-            if values.keys() >= self.weights.keys():
-                states[kind] = translate(values)
-            else:
-                self.notes.append(f"{kind} does not cover all weights and is left out")
+            holes = {n: torch.full_like(w, torch.nan) for n, w in self.weights.items() if n not in values}
+            states[kind] = {n: t for n, t in translate({**values, **holes}).items() if not bool(t.isnan().any())}
         self.weights, self.states = translate(self.weights), states

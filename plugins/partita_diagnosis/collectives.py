@@ -1,0 +1,74 @@
+"""Counts and times this rank's collectives: the functions of torch.distributed are wrapped for as long as a run lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from partita_diagnosis.beat import Beat
+
+NAMES = (
+    "all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "barrier", "isend",
+    "irecv", "send", "recv", "batch_isend_irecv", "all_gather_object",
+)  # fmt: skip
+
+
+class Waited:
+    """A collective under way whose wait is timed."""
+
+    def __init__(self, work: Any, watch: Watch) -> None:
+        self._work, self._watch = work, watch
+
+    def wait(self, *arguments: Any) -> Any:
+        """Like the work's own."""
+        with self._watch:
+            return self._work.wait(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class Watch:
+    """Seconds spent in collectives, and which was the last. A context around everything that waits for other ranks."""
+
+    def __init__(self, beat: Beat) -> None:
+        self.seconds = 0.0
+        self._beat, self._since = beat, 0.0
+        self._before = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
+        for name, function in self._before.items():
+            setattr(dist, name, self._wrapped(name, function))
+
+    def unwrap(self) -> None:
+        """Put torch's own functions back."""
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+    def __enter__(self) -> None:
+        if not self._beat.depth:
+            self._since = time.perf_counter()
+        self._beat.depth += 1
+        self._beat.write()
+
+    def __exit__(self, *_: Any) -> None:
+        self._beat.depth -= 1
+        if not self._beat.depth:
+            self.seconds += time.perf_counter() - self._since
+        self._beat.write()
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not self._beat.depth:
+                self._beat.calls += 1
+                self._beat.last = name
+            with self:
+                work = function(*arguments, **options)
+            if isinstance(work, list):
+                return [Waited(w, self) for w in work]
+            return work if work is None or not hasattr(work, "wait") else Waited(work, self)
+
+        return call

@@ -1,0 +1,241 @@
+"""Numbers that went wrong: not finite, a loss far off, replicas that differ, a computation that differs from its own repetition."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partita.errors import PartitaError
+from partita.plan.plan import GRADIENT_AXES
+from partita_diagnosis.report import Report
+
+WINDOW, FEWEST = 64, 16  # losses that a new one is compared with
+Found = dict[str, Any]
+
+
+# ------------------------------------------------------------------ not finite
+
+
+def trace_nonfinite(run: Any, report: Report, folder: Path) -> None:
+    """Compute the batch of the failed update again and name the first module whose output is not finite, on each rank.
+
+    All ranks are here: the norm that was not finite is the same on all of them. Rank 0 reports.
+    """
+    step = run.step + 1
+    compare_replicas(run, step, report)  # a copy that differs is the nearer cause
+    found = _bad_weights(run) or _rerun(run, step) or _bad_gradients(run) or {}
+    (folder / f"nonfinite-{run.rank}.json").write_text(json.dumps(found))
+    if run.rank:
+        return
+    everyone = _collect(folder, run.mesh.world)
+    guilty = {rank: f for rank, f in everyone.items() if f}
+    if not guilty:
+        cause = (
+            "the gradient norm was not finite, and computing the same batch again gives finite numbers on every rank: "
+            "a passing fault of a device or of a transfer is likely"
+        )
+        report.add("nonfinite", step, cause)
+        return
+    first = min(guilty.values(), key=lambda f: f["order"])
+    ranks = [rank for rank, f in guilty.items() if f["name"] == first["name"] and f["kind"] == first["kind"]]
+    everywhere = len(ranks) == run.mesh.world and len(ranks) > 1
+    who = "every rank" if everywhere else f"rank {', '.join(map(str, ranks))}"
+    why = {
+        "weights": "the weights were not finite before the step: look at the update before, or at the checkpoint",
+        "module": "its inputs and weights are finite, and the same comes out when the batch is computed again: "
+        + ("data or learning rate" if everywhere else "this rank's share of the batch, or its device"),
+        "gradients": "the forward pass is finite: the numbers overflow in the backward pass; lower optimizer.lr or set train.grad_clip",
+    }[first["kind"]]
+    cause = f"{first['kind']} {first['name']} is the first that is not finite, on {who}; {why}"
+    report.add("nonfinite", step, cause, about=first["name"], ranks=ranks, found=guilty)
+
+
+def _collect(folder: Path, world: int) -> dict[int, Found]:
+    out: dict[int, Found] = {}
+    end = time.monotonic() + 5.0
+    while len(out) < world and time.monotonic() < end:
+        for rank in range(world):
+            path = folder / f"nonfinite-{rank}.json"
+            if rank not in out and path.exists():
+                try:
+                    out[rank] = json.loads(path.read_text())
+                except ValueError:
+                    continue  # it is being written
+        time.sleep(0.05)
+    return out
+
+
+def _bad_weights(run: Any) -> Found | None:
+    for i, (name, place) in enumerate(_segments(run)):
+        bucket, lo, hi = place
+        if not bool(torch.isfinite(bucket.master[lo:hi]).all()):
+            return {"kind": "weights", "name": name, "order": i - 10**6}
+    return None
+
+
+def _bad_gradients(run: Any) -> Found | None:
+    for i, (name, place) in enumerate(_segments(run)):
+        bucket, lo, hi = place
+        if bucket.reduced is not None and not bool(torch.isfinite(bucket.reduced[lo:hi]).all()):
+            return {"kind": "gradients", "name": name, "order": i + 10**6}
+    return None
+
+
+def _segments(run: Any) -> list[tuple[str, tuple[Any, int, int]]]:
+    """(parameter, (bucket, range in this rank's shard)) of what this rank owns."""
+    out = []
+    for bucket in run.engine.buckets:
+        for s, lo, hi in bucket.layout.owned(bucket.index):
+            start = s.offset - bucket.index * bucket.layout.shard
+            out.append((s.name, (bucket, start + lo, start + hi)))
+    return out
+
+
+def _rerun(run: Any, step: int) -> Found | None:
+    """The first module of a forward pass over the batch of `step` whose output is not finite although its inputs are."""
+    found: list[Found] = []
+    names = {module: name for name, module in run.model.named_modules() if name}
+
+    def look(module: Any, inputs: Any, output: Any) -> None:
+        if not found and isinstance(output, torch.Tensor) and not bool(torch.isfinite(output).all()):
+            found.append({"kind": "module", "name": names[module], "order": len(seen)})
+        seen.append(1)
+
+    seen: list[int] = []
+    handles = [module.register_forward_hook(look) for module in names]
+    try:
+        run.executor.evaluate(step, [run.view.batch(batch) for batch in run.data.step(step)])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+# ------------------------------------------------------------------ a loss far off
+
+
+class Spikes:
+    """Compares each loss with those before it, by the median and the median absolute deviation."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+
+    def score(self, loss: float) -> float:
+        """Robust z-score of a loss against the last ones (0 while there are few); remembers it unless it is a spike."""
+        score = 0.0
+        if len(self._losses) >= FEWEST:
+            middle = statistics.median(self._losses)
+            spread = statistics.median(abs(x - middle) for x in self._losses)
+            score = 0.6745 * (loss - middle) / max(spread, 1e-6 * abs(middle), 1e-12)
+        if score <= self.limit:
+            self._losses.append(loss)
+        return score
+
+    def look(self, step: int, loss: float, report: Report, policy: str) -> None:
+        """Report a spike; raise PartitaError where the policy is to stop."""
+        score = self.score(loss)
+        if score <= self.limit:
+            return
+        middle = statistics.median(self._losses)
+        cause = f"the loss is {loss:.4g}, {score:.0f} robust deviations above the median {middle:.4g} of the last {len(self._losses)} steps"
+        report.add("spike", step, f"{cause}: bad samples or too high a learning rate are likely", about=step, score=score)
+        if policy == "stop":
+            raise PartitaError(f"step {step}: {cause}\n    -> go on from an earlier checkpoint, with a lower optimizer.lr")
+
+
+# ------------------------------------------------------------------ replicas
+
+
+@torch.no_grad()
+def compare_replicas(run: Any, step: int, report: Report) -> None:
+    """Compare a hash of each parameter with those of the other ranks that must hold the same. Collective."""
+    whole = [b for b in run.engine.buckets if not b.cut]
+    cut = [b for b in run.engine.buckets if b.cut]
+    _compare(run, step, report, whole, run.mesh.group(GRADIENT_AXES))
+    if cut:
+        _compare(run, step, report, cut, cut[0].groups.replicas)
+
+
+def _compare(run: Any, step: int, report: Report, buckets: list[Any], group: Any) -> None:
+    if group.size < 2 or not buckets:
+        return
+    names, values = [], []
+    for bucket in buckets:
+        bucket.wait_gathered()
+        for s in bucket.layout.segments if not bucket.cut else [x for x, _, _ in bucket.layout.owned(bucket.index)]:
+            names.append(s.name)
+            values.append(bucket.full[s.offset : s.offset + s.numel] if not bucket.cut else bucket.own)
+    table = torch.stack([torch.stack([_hash(v), _largest(v)]) for v in values]).to(run.mesh.device)
+    everyone = torch.empty(group.size * table.numel(), dtype=table.dtype, device=table.device)
+    dist.all_gather_into_tensor(everyone, table.view(-1), group=group.process_group)
+    rows = everyone.view(group.size, len(names), 2)
+    for i, name in enumerate(names):
+        hashes = rows[:, i, 0].tolist()
+        if len(set(hashes)) > 1:
+            _tell(run, step, report, name, hashes, rows[:, i, 1].tolist(), group)
+            return
+
+
+def _hash(values: torch.Tensor) -> torch.Tensor:
+    """Sum of the bit patterns, each with a weight of its own place: a single changed bit changes it."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.view(kinds[values.element_size()]).to(torch.int64)
+    return (bits * (torch.arange(bits.numel(), device=bits.device) * 2 + 1)).sum()
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Bits of the largest magnitude as float64, in an int64."""
+    if not values.numel():
+        return torch.zeros((), dtype=torch.int64, device=values.device)
+    return values.abs().amax().double().nan_to_num(1e308, 1e308).view(torch.int64)
+
+
+def _tell(run: Any, step: int, report: Report, name: str, hashes: list[int], bits: list[int], group: Any) -> None:
+    common = max(set(hashes), key=hashes.count)
+    odd = [i for i, h in enumerate(hashes) if h != common]
+    sizes = torch.tensor(bits).view(torch.float64).tolist()
+    why = "the others agree"
+    if 2 * len(odd) >= len(hashes):  # no majority: the copy with the largest number is the likely one
+        odd = [max(range(len(sizes)), key=lambda i: sizes[i])]
+        why = f"the copies are {len(hashes)}, and this one has the largest number, {sizes[odd[0]]:.3g}"
+    ranks = [group.ranks[i] for i in odd]
+    if run.rank == group.ranks[0]:
+        cause = (
+            f"the copies of {name} differ between ranks; that of rank {', '.join(map(str, ranks))} is likely wrong ({why}): "
+            "a flipped bit, or an update that not all ranks made"
+        )
+        report.add("replicas", step, cause, about=name, ranks=ranks)
+
+
+# ------------------------------------------------------------------ silent corruption
+
+
+def compare_recomputed(run: Any, step: int, report: Report) -> None:
+    """Compute the loss of a batch twice: equal to the bit on a machine that works. Collective where weights are cut."""
+    with _training_rng():
+        batch = [run.view.batch(run.data.step(step)[0])]
+        first, second = (run.executor.evaluate(step, batch) for _ in range(2))
+    if not torch.equal(first, second):
+        cause = (
+            f"rank {run.rank} computes {first[0].item()!r} and {second[0].item()!r} from the same batch and weights: "
+            "its device corrupts numbers silently; take it out"
+        )
+        report.add("corruption", step, cause, about=run.rank)
+
+
+@contextmanager
+def _training_rng() -> Any:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,136 @@
+"""Injected faults are named rightly (the whole table: scripts/bench/faults.py), and what can't be injected is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+import commands
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_faults_are_named() -> None:
+    """The quick ones of each family: a hang, a wrong number, a full disk, a bit."""
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "bench" / "faults.py"),
+        "stop",
+        "nonfinite",
+        "flip",
+        "full_disk",
+        "lost_node",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, env=commands.environment(), check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.count("| `") == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("faults.kind=kil",), "did you mean 'kill'"),
+        (("+faults=kill", "faults.rank=7"), "no rank 7"),
+        (("+faults=kill", "faults.step=0"), "faults.step"),
+        (("+faults=unreadable", "faults.step=3"), "train.save_every"),
+        (("diagnosis.on_hang=panic",), "report, stop"),
+        (("diagnosis.hang_after=0",), "above 0"),
+        (("diagnosis.spike=-1",), "diagnosis.spike"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_done_is_refused(overrides: tuple[str, ...], words: str) -> None:
+    from partita.config.compose import compose_config, registry_for
+    from partita.plan.make import make_plan
+
+    config, _ = compose_config([*commands.TINY, "parallel.data=2", *overrides])
+    problems = make_plan(config, registry_for(())).problems
+    assert any(words in f"{p.key} {p.reason} {p.remedy}" for p in problems), problems
+
+
+def test_a_fault_is_in_the_manifest() -> None:
+    from partita.config.compose import compose_config, registry_for
+    from partita.plan.make import make_plan
+
+    config, _ = compose_config([*commands.TINY, "parallel.data=2", "+faults=kill"])
+    line: Any = next(e for e in make_plan(config, registry_for(())).manifest.as_list() if e["option"] == "faults.kind")
+    assert "on purpose at step 5 of rank 0" in str(line)
+
+
+# ------------------------------------------------------------------ parts of the diagnosis
+
+
+def test_spikes_by_median_and_deviation() -> None:
+    from partita_diagnosis.numbers import Spikes
+
+    spikes = Spikes(12.0)
+    assert [spikes.score(3.0 + 0.01 * (i % 5)) for i in range(16)] == [0.0] * 16
+    assert spikes.score(3.03) < 2
+    # median 3.02, median absolute deviation 0.01
+    assert spikes.score(4.0) == pytest.approx(0.6745 * (4.0 - 3.02) / 0.01, rel=0.1)
+    assert spikes.score(3.0) < 2  # the spike has not moved the median
+
+
+def test_a_spike_is_reported_once_and_can_stop(tmp_path: Path) -> None:
+    from partita.errors import PartitaError
+    from partita_diagnosis.numbers import Spikes
+    from partita_diagnosis.report import Report
+
+    spikes, report = Spikes(12.0), Report(tmp_path, 0)
+    for i in range(20):
+        spikes.look(i, 3.0 + 0.01 * (i % 5), report, "stop")
+    with pytest.raises(PartitaError, match="step 20: the loss is 9"):
+        spikes.look(20, 9.0, report, "stop")
+    spikes.look(21, 9.0, report, "warn")
+    assert (tmp_path / "diagnosis.jsonl").read_text().count('"spike"') == 2
+
+
+def test_out_of_memory_shows_plan_and_measurement_and_three_changes(tmp_path: Path) -> None:
+    import json
+
+    import torch
+
+    from partita.config.compose import compose_config, registry_for
+    from partita_diagnosis import memory
+    from partita_diagnosis.report import Report
+
+    config, _ = compose_config([*commands.TINY, "parallel.data=2", "train.micro_batch=4"])
+    engine = SimpleNamespace(allocated=lambda: {"parameters": 7, "gradients": 8, "optimizer": 9})
+    device = SimpleNamespace(memory=lambda: 123456)
+    run: Any = SimpleNamespace(config=config, registry=registry_for(()), engine=engine, device=device, rank=1, step=6)
+    error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
+    assert memory.is_out_of_memory(error)
+    assert not memory.is_out_of_memory(ValueError("no"))
+    memory.tell(run, error, Report(tmp_path, 1))
+    line = json.loads((tmp_path / "diagnosis.jsonl").read_text())
+    assert (line["kind"], line["step"], line["about"]) == ("memory", 7, 1)
+    assert len(line["advice"]) == 3
+    assert "parameters: planned" in line["cause"] and "measured 7 bytes" in line["cause"] and "peak 123,456" in line["cause"]
+    assert line["planned"]["optimizer"] > 0
+
+
+def test_the_watchdog_of_host_memory_saves_and_leaves(tmp_path: Path) -> None:
+    done = commands.train(
+        tmp_path / "run", "parallel.data=2", "train.steps=100000", "+diagnosis=on", "diagnosis.host_reserve=1.0", check=False
+    )
+    assert done.returncode == 143
+    text = (tmp_path / "run" / "diagnosis.jsonl").read_text()
+    assert "before the system kills a rank" in text
+    step = commands.metrics(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
+
+
+def test_a_watched_run_computes_the_same(tmp_path: Path) -> None:
+    """Watching changes no number, and torch's functions are put back."""
+    commands.train(tmp_path / "plain", "parallel.data=2", "+strategy=zero3")
+    watched = ("+diagnosis=on", "diagnosis.replicas_every=1", "diagnosis.recompute_every=2", "model.dropout=0")
+    commands.train(tmp_path / "watched", "parallel.data=2", "+strategy=zero3", *watched)
+    assert commands.column(tmp_path / "plain", "loss") == commands.column(tmp_path / "watched", "loss")
+    assert not (tmp_path / "watched" / "diagnosis.jsonl").exists()
