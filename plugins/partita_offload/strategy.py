@@ -13,7 +13,7 @@ from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan, Tier, Tiers
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
-from partita.plugin.types import ConfigContribution, Cost
+from partita.plugin.types import ConfigContribution
 from partita_offload.config import OffloadConfig
 
 TIERS = {"host": "partita_offload.host:HostTier", "file": "partita_offload.file:FileTier"}
@@ -127,27 +127,3 @@ def _room(plan: Plan, draft: PlanDraft) -> list[Problem]:
         return []
     reason = f"the states of {ranks} ranks take {words(need)} there, and {words(free)} are free."
     return [Problem("offload.path", reason, "Make room, give a folder on a larger disk, or lower offload.fraction.")]
-
-
-@hookimpl
-def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
-    """Bytes that cross to the tier and back in one step: what is read is written again, weights are read for each pass."""
-    states = draft.state_bytes(plan)
-    passes = {"parameters": 2 * plan.schedule.micro_batches, "gradients": 2, "optimizer": 2}
-    costs = []
-    for state, times in passes.items():
-        tier = getattr(plan.tiers, state)
-        if tier.place != "accelerator":
-            moved = int(states.get(state, 0) * tier.fraction) * times
-            bandwidth = draft.cluster.file_bandwidth if tier.place == "file" else None
-            ranks = min(plan.layout.world, draft.cluster.devices_per_node)
-            costs.append(
-                Cost(
-                    "communication",
-                    f"{state} to and from {tier.place}",
-                    moved,
-                    tier.place,
-                    moved * ranks / bandwidth if bandwidth else 0.0,
-                )
-            )
-    return costs
