@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from partita_kernels.linear_loss import linear_cross_entropy
     from partita_kernels.loss import cross_entropy
     from partita_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-    from partita_kernels.quantize import dequantize_int8, quantize_int8
+    from partita_kernels.parallel_loss import vocab_parallel_cross_entropy
+    from partita_kernels.quantize import dequantize_blocks_, dequantize_int8, quantize_blocks, quantize_blocks_, quantize_int8
     from partita_kernels.rotary import rope, rope_angles
     from partita_kernels.signs import pack_signs, unpack_signs
 
@@ -32,12 +33,15 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
+    "dequantize_blocks_",
     "dequantize_int8",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "lion_",
     "pack_signs",
+    "quantize_blocks",
+    "quantize_blocks_",
     "quantize_int8",
     "replace",
     "rms_norm",
@@ -48,6 +52,7 @@ __all__ = [
     "swiglu",
     "unpack_signs",
     "using",
+    "vocab_parallel_cross_entropy",
 ]
 
 _WHERE = {
@@ -55,7 +60,8 @@ _WHERE = {
     "linear_loss": ("linear_cross_entropy",),
     "loss": ("cross_entropy",),
     "norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
-    "quantize": ("dequantize_int8", "quantize_int8"),
+    "parallel_loss": ("vocab_parallel_cross_entropy",),
+    "quantize": ("dequantize_blocks_", "dequantize_int8", "quantize_blocks", "quantize_blocks_", "quantize_int8"),
     "rotary": ("rope", "rope_angles"),
     "signs": ("pack_signs", "unpack_signs"),
 }

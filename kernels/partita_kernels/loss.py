@@ -25,11 +25,12 @@ CHUNK = 1 << 22  # logits at a time in plain torch
 
 
 class Options(NamedTuple):
-    """What belongs to the loss and not to a batch."""
+    """What belongs to the loss and not to a batch. classes: of all shards, where logits are one; 0: as many as they have columns."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    classes: int = 0
 
 
 def cross_entropy(
@@ -71,7 +72,7 @@ def reference_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Ten
         kept = y != o.ignore_index
         g = (wide(x) - z[:, None]).exp_().mul_((1 + 2 * o.z_loss * z)[:, None])
         if o.label_smoothing:
-            g.sub_(o.label_smoothing / x.shape[1])
+            g.sub_(o.label_smoothing / (o.classes or x.shape[1]))
         known = (y >= 0) & (y < x.shape[1])
         g.scatter_add_(1, y.where(known, 0)[:, None], (known.to(g.dtype) * (o.label_smoothing - 1))[:, None])
         to.copy_((g * d[:, None]).masked_fill_(~kept[:, None], 0.0))
@@ -114,7 +115,7 @@ def _forward(
 
 @kernel
 def _backward(
-    d_ptr, x_ptr, y_ptr, lse_ptr, out_ptr, n, stride, out_stride, d_stride, ignore, smoothing, z_loss, BLOCK: tl.constexpr
+    d_ptr, x_ptr, y_ptr, lse_ptr, out_ptr, n, stride, out_stride, d_stride, ignore, smoothing, z_loss, shift, BLOCK: tl.constexpr
 ):  # fmt: skip
     """A piece of a row for each program; a row that is ignored gets zeros, whatever its logits are."""
     row = tl.program_id(0).to(tl.int64)
@@ -124,7 +125,7 @@ def _backward(
     d = tl.load(d_ptr + row * d_stride)
     lse = tl.load(lse_ptr + row)
     x = tl.load(x_ptr + row * stride + c, mask=inside, other=-float("inf")).to(tl.float32)
-    g = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / n
+    g = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - shift
     g = tl.where(c == label, g - (1.0 - smoothing), g) * d
     g = tl.where(label == ignore, 0.0, g)
     tl.store(out_ptr + row * out_stride + c, g.to(out_ptr.dtype.element_ty), mask=inside)
@@ -138,7 +139,7 @@ def triton(logits: Tensor, labels: Tensor, o: Options, block: int = BLOCK) -> tu
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse, block = torch.empty_like(losses), min(block, power_of_2(n))
     _forward[(rows,)](
-        logits, labels, losses, lse, n, logits.stride(0), *o, SMOOTH=o.label_smoothing != 0, BLOCK=block, num_warps=_warps(block)
+        logits, labels, losses, lse, n, logits.stride(0), *o[:3], SMOOTH=o.label_smoothing != 0, BLOCK=block, num_warps=_warps(block)
     )  # fmt: skip
     return losses, lse
 
@@ -152,7 +153,8 @@ def triton_backward(
         return reference_backward(dlosses, logits, labels, lse, o, out)
     block = min(block, power_of_2(n))
     _backward[(rows, -(-n // block))](
-        dlosses, logits, labels, lse, out, n, logits.stride(0), out.stride(0), dlosses.stride(0), *o, BLOCK=block, num_warps=_warps(block)
+        dlosses, logits, labels, lse, out, n, logits.stride(0), out.stride(0), dlosses.stride(0), *o[:3], o.label_smoothing / (o.classes or n),
+        BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return None
 
@@ -188,7 +190,8 @@ def cpu_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, o
     strides = (logits.stride(0), out.stride(0), dlosses.stride(0), o.ignore_index)
     library.cross_entropy_backward(
         p(dlosses), p(logits), p(labels), p(lse), p(out), *map(native.integer, (*logits.shape, *strides)),
-        *map(native.single, (o.label_smoothing, o.z_loss)), native.DTYPES[logits.dtype], native.threads(),
+        *map(native.single, (o.label_smoothing, o.z_loss, o.label_smoothing / (o.classes or logits.shape[1]))),
+        native.DTYPES[logits.dtype], native.threads(),
     )  # fmt: skip
     return None
 

@@ -163,10 +163,11 @@ def _loss() -> None:
     loss.triton_backward(losses, x, y, lse, options, x)
 
 
-def _int8() -> None:
-    q, scales = empty(1 << 20, dtype=torch.int8), empty(1 << 12, dtype=F32)
-    quantize.triton(empty(1 << 20), q, scales, 256)
-    quantize.triton_back(q, scales, empty(1 << 20), 256, True)
+def _blocks(name: str) -> None:
+    f = quantize.FORMATS[name]
+    live = [(empty(1 << 20), empty((1 << 20) // f.per_byte, dtype=f.dtype), empty(1 << 12, dtype=F32))] * 2
+    quantize.triton(live, f, 256)
+    quantize.triton_back(live, f, 256, True)
 
 
 def _signs() -> None:
@@ -194,7 +195,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "geglu, exact": lambda: _glu(2),
     "rope, 128 wide": _rope,
     "cross_entropy, 50304 classes": _loss,
-    "int8 blocks of 256": _int8,
+    "int8 blocks of 256": lambda: _blocks("int8"),
+    "int4 blocks of 256": lambda: _blocks("int4"),
+    "fp8_e4m3 blocks of 256": lambda: _blocks("fp8_e4m3"),
     "sign blocks of 1024": _signs,
 }
 

@@ -2,7 +2,7 @@
 #include "common.h"
 #include "exponential.h"
 
-struct Loss { float smoothing, z_loss; int64_t ignore; };
+struct Loss { float smoothing, z_loss, shift; int64_t ignore; };  // shift: smoothing over the number of classes
 
 template <class X> static void loss_row(const X *x, int64_t label, int64_t n, const Loss &o, float *loss, float *lse) {
   float peak = -INFINITY;
@@ -30,7 +30,7 @@ static void backward_row(const X *x, int64_t label, int64_t n, const Loss &o, fl
     for (int64_t i = 0; i < n; i++) narrow(0.f, out[i]);
     return;
   }
-  const float factor = d * (1.f + 2.f * o.z_loss * lse), shift = d * o.smoothing / n;
+  const float factor = d * (1.f + 2.f * o.z_loss * lse), shift = d * o.shift;
   const float chosen = label >= 0 && label < n ? widen(x[label]) : 0.f;  // read before out, which may be x, is written
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) narrow(factor * exponential(widen(x[i]) - lse) - shift, out[i]);
@@ -39,7 +39,7 @@ static void backward_row(const X *x, int64_t label, int64_t n, const Loss &o, fl
 
 extern "C" void cross_entropy(const void *x, const int64_t *labels, float *losses, float *lse, int64_t rows, int64_t n, int64_t stride,
                               int64_t ignore, float smoothing, float z_loss, int type, int threads) {
-  const Loss o{smoothing, z_loss, ignore};
+  const Loss o{smoothing, z_loss, smoothing / n, ignore};
   with_type(type, [&](auto k) {
     using X = decltype(k);
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -49,8 +49,8 @@ extern "C" void cross_entropy(const void *x, const int64_t *labels, float *losse
 
 extern "C" void cross_entropy_backward(const float *d, const void *x, const int64_t *labels, const float *lse, void *out, int64_t rows, int64_t n,
                                        int64_t stride, int64_t out_stride, int64_t d_stride, int64_t ignore, float smoothing, float z_loss,
-                                       int type, int threads) {
-  const Loss o{smoothing, z_loss, ignore};
+                                       float shift, int type, int threads) {
+  const Loss o{smoothing, z_loss, shift, ignore};
   with_type(type, [&](auto k) {
     using X = decltype(k);
 #pragma omp parallel for schedule(static) num_threads(threads)

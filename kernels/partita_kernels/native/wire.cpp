@@ -1,34 +1,107 @@
-// Formats for the wire: int8 with block scales, and one bit with block scales. A block is read from memory once.
+// Formats for the wire: 8 and 4 bits with block scales, and one bit with block scales. A block is read from memory once.
 #include "common.h"
+#include <type_traits>
 
-template <class X> static void quantize_block(const X *x, int8_t *q, float *scale, int64_t n) {
-  float peak = 0, spoiled = 0;
-#pragma omp simd reduction(max : peak) reduction(+ : spoiled)
-  for (int64_t i = 0; i < n; i++) {
-    float value = widen(x[i]), size = std::fabs(value);
-    peak = size > peak ? size : peak;
-    spoiled += value * 0.f;  // NaN for NaN and Inf
+enum Format { INT8, INT4, E4M3, E5M2 };
+
+template <int FORMAT> struct Code;
+template <> struct Code<INT8> {
+  static constexpr float TOP = 127;
+  static inline uint32_t encode(float t) { return bit_cast<uint32_t>(t + 12582912.f); }  // 1.5 * 2^23: rounds to nearest, ties to even
+  static inline float decode(uint32_t code) { return float(int32_t(code << 24) >> 24); }
+};
+template <> struct Code<INT4> {
+  static constexpr float TOP = 7;
+  static inline uint32_t encode(float t) { return bit_cast<uint32_t>(t + 12582912.f) & 15; }
+  static inline float decode(uint32_t code) { return float(int32_t(code << 28) >> 28); }
+};
+template <int FRACTION, int BIAS> struct Float8 {
+  static inline uint32_t encode(float t) {
+    constexpr int drop = 23 - FRACTION;
+    constexpr uint32_t magic = uint32_t(127 + 24 - BIAS - FRACTION) << 23;  // its last bit is the format's smallest step
+    const float size = std::fabs(t);
+    const uint32_t raw = bit_cast<uint32_t>(size), sign = (bit_cast<uint32_t>(t) >> 31) << 7;
+    const uint32_t normal = ((raw + (1u << (drop - 1)) - 1 + ((raw >> drop) & 1)) >> drop) - (uint32_t(127 - BIAS) << FRACTION);
+    const uint32_t denormal = bit_cast<uint32_t>(size + bit_cast<float>(magic)) - magic;
+    return sign | (raw < (uint32_t(128 - BIAS) << 23) ? denormal : normal);
   }
-  const float inverse = peak > 1e-36f ? 127.f / peak : 0.f;
-  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to nearest, ties to even
-#pragma omp simd
-  for (int64_t i = 0; i < n; i++) {
-    float t = widen(x[i]) * inverse;
-    t = t != t ? 0.f : t;
-    t = t < -127.f ? -127.f : (t > 127.f ? 127.f : t);
-    q[i] = int8_t(bit_cast<int32_t>(t + magic) - bit_cast<int32_t>(magic));
+  static inline float decode(uint32_t code) {
+    const uint32_t size = code & 127, sign = (code & 128) << 24;
+    const float denormal = float(int32_t(size)) * bit_cast<float>(uint32_t(128 - BIAS - FRACTION) << 23);
+    const uint32_t normal = (size + (uint32_t(127 - BIAS) << FRACTION)) << (23 - FRACTION);
+    return bit_cast<float>((size < (1u << FRACTION) ? bit_cast<uint32_t>(denormal) : normal) | sign);
   }
-  *scale = peak / 127.f + spoiled;
+};
+template <> struct Code<E4M3> : Float8<3, 7> { static constexpr float TOP = 448; };
+template <> struct Code<E5M2> : Float8<2, 15> { static constexpr float TOP = 57344; };
+
+// Bits of |x| sort like numbers, and NaN and Inf come after all others: one integer maximum finds the peak and what spoils it.
+static inline uint32_t largest(const float *x, int64_t n) {
+  uint32_t most = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t size = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
+    most = size > most ? size : most;
+  }
+  return most;
+}
+template <class X> static inline uint32_t largest(const X *x, int64_t n) {  // 16 bits: twice as many in a vector
+  uint16_t most = 0;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < n; i++) {
+    const uint16_t size = x[i].bits & 0x7fff;
+    most = size > most ? size : most;
+  }
+  return bit_cast<uint32_t>(widen(X{most}));
 }
 
-template <class X> static void dequantize_block(const int8_t *q, float scale, X *out, int64_t n, bool add) {
-  if (add) {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) narrow(widen(out[i]) + q[i] * scale, out[i]);
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) narrow(q[i] * scale, out[i]);
+template <class X, int FORMAT> static void quantize_block(const X *x, uint8_t *q, float *scale, int64_t n) {
+  constexpr float top = Code<FORMAT>::TOP;
+  const uint32_t most = largest(x, n);
+  const float peak = bit_cast<float>(most), inverse = peak > 1e-36f && most < 0x7f800000u ? top / peak : 0.f;
+  *scale = most < 0x7f800000u ? peak / top : NAN;
+  if (inverse == 0.f) {  // zeros, or spoiled: the scale says which
+    std::fill(q, q + (FORMAT == INT4 ? (n + 1) / 2 : n), uint8_t(0));
+    return;
   }
+  if (FORMAT != INT4) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+      float t = widen(x[i]) * inverse;
+      t = t < -top ? -top : (t > top ? top : t);
+      q[i] = uint8_t(Code<FORMAT>::encode(t));
+    }
+    return;
+  }
+  uint8_t codes[4096];  // the largest block
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) codes[i] = uint8_t(Code<FORMAT>::encode(widen(x[i]) * inverse));
+  if (n & 1) codes[n] = 0;  // there is room: the largest block is even
+#pragma omp simd
+  for (int64_t i = 0; i < (n + 1) / 2; i++) q[i] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+template <class X, int FORMAT, bool ADD> static void dequantize_block(const uint8_t *q, float scale, X *out, int64_t n) {
+  uint8_t codes[4096];
+  if (FORMAT == INT4) {
+#pragma omp simd
+    for (int64_t i = 0; i < n / 2; i++) { codes[2 * i] = q[i] & 15; codes[2 * i + 1] = q[i] >> 4; }
+    if (n & 1) codes[n - 1] = q[n / 2] & 15;
+    q = codes;
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++) {
+    const float value = Code<FORMAT>::decode(q[i]) * scale;
+    narrow(ADD ? widen(out[i]) + value : value, out[i]);
+  }
+}
+
+// Calls f with the format as a type.
+template <class F> static void with_format(int format, F f) {
+  if (format == INT8) f(std::integral_constant<int, INT8>{});
+  else if (format == INT4) f(std::integral_constant<int, INT4>{});
+  else if (format == E4M3) f(std::integral_constant<int, E4M3>{});
+  else f(std::integral_constant<int, E5M2>{});
 }
 
 // v: the block in float32. Bits of whole bytes; those after the end are 0.
@@ -77,17 +150,50 @@ template <class F> static void each_block(int64_t n, int64_t block, int threads,
   for (int64_t b = 0; b < (n + block - 1) / block; b++) f(b, b * block, std::min(block, n - b * block));
 }
 
-extern "C" void quantize(const void *x, int8_t *q, float *scales, int64_t n, int64_t block, int type, int threads) {
-  with_type(type, [&](auto k) {
-    using X = decltype(k);
-    each_block(n, block, threads, [=](int64_t b, int64_t at, int64_t size) { quantize_block(static_cast<const X *>(x) + at, q + at, scales + b, size); });
+static const int64_t SHARE = 65536;  // elements that a thread takes at once: whole blocks
+static const int64_t AHEAD = 2048;   // elements between what is computed and what is fetched
+
+extern "C" void quantize(int64_t count, const int64_t *sizes, const void **x, uint8_t **q, float **scales, int64_t block, int format, int type,
+                         int threads) {
+  const std::vector<Block> shares = cut(count, sizes, SHARE);
+  with_type(type, [&](auto kind) {
+    with_format(format, [&](auto number) {
+      using X = decltype(kind);
+      constexpr int F = decltype(number)::value;
+#pragma omp parallel for schedule(static) num_threads(threads)
+      for (size_t s = 0; s < shares.size(); s++) {
+        const Block b = shares[s];
+        for (int64_t at = b.begin; at < b.end; at += block) {
+          // A block is read, then computed: memory would idle meanwhile.
+          const char *next = static_cast<const char *>(x[b.tensor]) + (at + AHEAD) * int64_t(sizeof(X));
+          for (int64_t line = 0; line < block * int64_t(sizeof(X)); line += 64) __builtin_prefetch(next + line);
+          quantize_block<X, F>(static_cast<const X *>(x[b.tensor]) + at, q[b.tensor] + (F == INT4 ? at / 2 : at), scales[b.tensor] + at / block,
+                               std::min(block, b.end - at));
+        }
+      }
+    });
   });
 }
 
-extern "C" void dequantize(const int8_t *q, const float *scales, void *out, int64_t n, int64_t block, int add, int type, int threads) {
-  with_type(type, [&](auto k) {
-    using X = decltype(k);
-    each_block(n, block, threads, [=](int64_t b, int64_t at, int64_t size) { dequantize_block(q + at, scales[b], static_cast<X *>(out) + at, size, add != 0); });
+extern "C" void dequantize(int64_t count, const int64_t *sizes, void **out, const uint8_t **q, const float **scales, int64_t block, int format,
+                           int add, int type, int threads) {
+  const std::vector<Block> shares = cut(count, sizes, SHARE);
+  with_type(type, [&](auto kind) {
+    with_format(format, [&](auto number) {
+      using X = decltype(kind);
+      constexpr int F = decltype(number)::value;
+#pragma omp parallel for schedule(static) num_threads(threads)
+      for (size_t s = 0; s < shares.size(); s++) {
+        const Block b = shares[s];
+        for (int64_t at = b.begin; at < b.end; at += block) {
+          const uint8_t *codes = q[b.tensor] + (F == INT4 ? at / 2 : at);
+          X *to = static_cast<X *>(out[b.tensor]) + at;
+          const float scale = scales[b.tensor][at / block];
+          if (add) dequantize_block<X, F, true>(codes, scale, to, std::min(block, b.end - at));
+          else dequantize_block<X, F, false>(codes, scale, to, std::min(block, b.end - at));
+        }
+      }
+    });
   });
 }
 
