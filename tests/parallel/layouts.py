@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,20 @@ def spec_of(folder: Path, *overrides: str) -> RunSpec:
 
 def train(folder: Path, *overrides: str, steps: int = 20, **more: Any) -> Any:
     """What `stepped` returns on rank 0."""
+    return all_ranks(folder, *overrides, steps=steps, **more)[0]
+
+
+def all_ranks(folder: Path, *overrides: str, steps: int = 20, **more: Any) -> list[Any]:
+    """What `stepped` returns on each rank."""
     spec = spec_of(folder, *overrides)
-    return run_ranks(spec.ranks, stepped, spec, steps, more, timeout=150)[0]
+    return run_ranks(spec.ranks, stepped, spec, steps, more, timeout=150)
 
 
 def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, Any]) -> Any:
-    """Losses and gradient norms of the next `steps` updates. save: write a checkpoint after them. evaluate: add the evaluation's loss."""
+    """Losses and gradient norms of the next `steps` updates. save: write a checkpoint after them. evaluate: add the evaluation's loss.
+
+    peak: add bytes at the peak, and of states at rest.
+    """
     from partita.train.loop import StepClock, evaluate, one_update
     from partita.train.progress import Progress
     from partita.train.resume import save
@@ -50,9 +59,11 @@ def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, An
     torch.set_num_threads(1)
     run = open_run(spec)
     losses, norms, clock = [], [], StepClock()
+    tracker = _tracker(run) if more.get("peak") else nullcontext()
     try:
         for step, batches in run.data.iterate(run.step + 1, run.step + steps):
-            metrics, _ = one_update(run, step, batches, clock)
+            with tracker:
+                metrics, _ = one_update(run, step, batches, clock)
             run.step = step
             losses.append(metrics["loss"])
             norms.append(metrics["grad_norm"])
@@ -63,13 +74,22 @@ def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, An
         if more.get("save"):
             save(run)
             run.checkpoints.wait()
-        if more.get("held"):
-            out["held"] = run.engine.allocated()
+        if more.get("peak"):
+            out |= {"peak": tracker.peak, "held": run.engine.allocated()}
         return out
     finally:
         run.data.close()
         run.checkpoints.close()
         run.metrics.close()
+
+
+def _tracker(run: Any) -> Any:
+    from allocations import Allocations
+
+    tracker = Allocations([b.full for b in run.engine.buckets])
+    held = [t for b in run.engine.buckets for t in (b.own, b.master, b.reduced, b.gradient, *b.states.values())]
+    tracker.see([*held, *run.model.buffers()])
+    return tracker
 
 
 @lru_cache(maxsize=32)
