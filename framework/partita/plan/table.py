@@ -15,6 +15,7 @@ from partita.plan.make import Planned
 from partita.plan.memory import words
 from partita.plan.plan import AXES, Plan
 from partita.plan.problems import render
+from partita.plan.rank_placement import notes, placement_words
 
 PLAIN_WIDTH = 130  # columns where no terminal says how many it has
 
@@ -36,6 +37,8 @@ def print_plan(planned: Planned, console: Console | None = None, problems: bool 
     differences = [(x.key, str(x.asked), str(x.got), x.reason) for x in planned.manifest.differences()]
     if differences:
         _print_table(out, "Not as written", ("key", "asked", "in effect", "why"), differences)
+    for note in notes(planned.draft, planned.plan, planned.costs):
+        out.print(Text(f"note: {note}"))
     if problems and planned.problems:
         count = len(planned.problems)
         out.print(Text(f"This plan can't be run: {count} problem{'s' if count > 1 else ''}", style="bold red"))
@@ -76,6 +79,8 @@ def _sections(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{layout.world}" + (f" = {axes}" if axes else "") + expert
     stages = f", pipeline {schedule.name}" if schedule.name != "none" else ""
     equation = f"data {layout.data} x micro-batch {schedule.micro_batch} x {schedule.micro_batches} passes{stages}"
+    if layout.world > 1:
+        yield "placement", placement_words(planned.cluster, layout)
     yield "batch", f"{schedule.global_batch} sequences = {equation}"
     yield "precision", _precision_words(plan)
     for state in ("parameters", "gradients", "optimizer"):
