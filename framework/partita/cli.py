@@ -24,6 +24,7 @@ usage: partita COMMAND [ARGUMENTS]
 
   train    train:            partita train +strategy=zero3 model=llama train.steps=1000
   plan     show the plan:    partita plan +strategy=zero3 cluster=dgx_h100 cluster.nodes=4
+  calibrate  measure this machine for plans: partita calibrate launch.ranks=4
   plugins  list plug-ins, what each provides, and where it comes from
   translate print a DeepSpeed config as ours:  partita translate ds_config.json [KEY=VALUE ...]
   export   write a run's weights for others:  partita export RUN_FOLDER OUT_FOLDER
@@ -41,6 +42,41 @@ def train(argv: Sequence[str] | None = None) -> int:
 def plan(argv: Sequence[str] | None = None) -> int:
     """Show the plan of a command line, for this machine or for a described cluster; starts nothing and writes nothing."""
     return hydra_main(plan_job, argv=argv, app="plan", folder=False)
+
+
+def calibrate(argv: Sequence[str] | None = None) -> int:
+    """Measure this machine and store what it reaches, for plans; returns the exit status."""
+    return hydra_main(calibrate_job, argv=argv, app="calibrate", folder=False)
+
+
+def calibrate_job(config: Any, info: JobInfo) -> dict[str, Any]:
+    """Arithmetic in this process, links between ranks. Under torchrun or Slurm on several nodes, links between nodes too."""
+    import tempfile
+    from dataclasses import replace
+
+    from partita.plan.calibration import calibration_file, write_calibration
+    from partita.plan.cluster import find_cluster, this_machine
+    from partita.plan.plan import Layout, Plan
+    from partita.runtime.calibrate import arithmetic, assemble, links, report
+    from partita.runtime.launch import launch
+    from partita.runtime.spec import RunSpec
+
+    path = calibration_file(config.cluster.calibration)
+    if path is None:
+        raise ConfigError("cluster.calibration: none keeps no measurement\n    -> leave it out, or give a file")
+    cluster = find_cluster(config.cluster, config.launch)
+    if cluster.described:
+        raise ConfigError("cluster: a described cluster is not here to be measured\n    -> cluster=auto")
+    ranks = cluster.ranks or max(2, cluster.cores)
+    local = arithmetic()
+    with tempfile.TemporaryDirectory(prefix="partita_calibrate_") as folder:
+        job = replace(info, dir=Path(folder))
+        found = launch(links, RunSpec(to_plain(config), Plan(Layout(shard=ranks)), job, ranks), ranks)
+    if joined_rank() in (None, 0):
+        value, key = assemble(local, found), this_machine(cluster)
+        write_calibration(path, key, value)
+        print(report(value, key, path))
+    return {}
 
 
 def train_job(config: Any, info: JobInfo) -> dict[str, Any]:

@@ -174,6 +174,7 @@ class ClusterConfig:
     memory_bandwidth: float | None = None  # bytes/s of one device's own memory
     host_bandwidth: float | None = None  # bytes/s between one device and the host's memory, one direction
     file_bandwidth: float | None = None  # bytes/s of one node's disk
+    calibration: str = AUTO  # file of measured rates; auto: the user's (scripts/calibrate.py writes it); none: the tables alone
 
 
 # name of the node -> schema; the root gets one field for each, and one for each node of a plug-in

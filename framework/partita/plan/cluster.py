@@ -10,6 +10,7 @@ from typing import Any
 
 from partita.errors import ConfigError, did_you_mean
 from partita.plan import rates as reached
+from partita.plan.calibration import calibration_file, machine_key, read_calibration
 from partita.plan.devices import DEVICES, HOP_INTER, HOP_INTRA, DeviceSpec, device_row
 from partita.plan.plan import AXES, Layout
 from partita.plan.rates import Rates
@@ -35,7 +36,7 @@ class Cluster:
     device: row of the device table, or what the driver reports. memory: bytes of one device; None on a CPU, where ranks share
     host_memory (bytes of one node). flops: peak FLOP/s of one device by compute dtype, empty when unknown. Bandwidths: bytes/s of
     one device, one direction: inside a node, between nodes, to its own memory, to the host's; file: of one node. Latencies: seconds
-    of one hop. rates: what one device reaches, or all cores of a node together (partita.plan.rates).
+    of one hop. link_ranks: ranks of a node that the links' rates are for, where ranks share its cores. rates: what one device reaches, or all cores of a node together (partita.plan.rates).
     ranks: processes; None means flexible: as many as the layout asks for. ranks_from: where that number comes from.
     """
 
@@ -57,6 +58,7 @@ class Cluster:
     ranks_from: str = ""
     cores: int = 1
     described: bool = False
+    link_ranks: int = 1
     rates: Rates = field(default_factory=Rates)
 
     def share(self, world: int) -> float:
@@ -98,7 +100,7 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
     Raises ConfigError for a device that the table does not have and that is not described either.
     """
     described = any(getattr(config, name) is not None for name in ("nodes", "devices_per_node", "device"))
-    base = _describe(config) if described else _find()
+    base = _describe(config) if described else _measured(_find(), config.calibration)
     ranks, source = _ranks(base, launch)
     values: dict[str, Any] = {name: getattr(config, name) for name in WRITTEN if getattr(config, name) is not None}
     if config.flops is not None:
@@ -107,6 +109,25 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
     if config.memory_bandwidth is not None:
         values["rates"] = replace(values.get("rates", base.rates), memory=config.memory_bandwidth * reached.MEMORY_SHARE)
     return replace(base, **values, ranks=ranks, ranks_from=source)
+
+
+def this_machine(cluster: Cluster) -> str:
+    """Under which name its measurements are kept."""
+    return machine_key(cluster.device, cluster.cores, cluster.devices_per_node)
+
+
+def _measured(here: Cluster, configured: str) -> Cluster:
+    """This machine with measured rates in place of tabled ones, where there are any."""
+    found = read_calibration(calibration_file(configured), this_machine(here))
+    if found is None:
+        return here
+    links: dict[str, Any] = {}
+    for level in ("intra", "inter"):
+        link = getattr(found, level) or (found.intra if level == "inter" and not here.accelerator else None)
+        if link:
+            links |= {f"{level}_bandwidth": link[0], f"{level}_latency": link[1]}
+    rates = Rates(found.flops, found.memory, found.overhead, f"measured here, {found.when}", measured=True)
+    return replace(here, **links, rates=rates, host_bandwidth=found.host or here.host_bandwidth, link_ranks=found.ranks)
 
 
 def _describe(config: Any) -> Cluster:
@@ -159,6 +180,7 @@ def _cpu(cores: int) -> dict[str, Any]:
         "intra_latency": latency,
         "inter_latency": latency,
         "memory_bandwidth": reached.HOST_MEMORY,
+        "link_ranks": max(2, cores),
         "rates": reached.guessed(cores),
     }
 

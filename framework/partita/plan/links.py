@@ -97,5 +97,12 @@ def message(
     """
     group = group_of(cluster, layout, axes)
     sent = int(moved(group.size, operation, data) * times) if group.size > 1 else 0
-    spent = seconds(cluster, group, operation, data) * times if sent else 0.0
+    spent = seconds(cluster, group, operation, data) * times * crowd(cluster, layout) if sent else 0.0
     return Cost("communication", what, sent, group.place, spent, overlap=overlap, repeated=repeated)
+
+
+def crowd(cluster: Cluster, layout: Layout) -> float:
+    """How many times slower links are because more ranks share a node's cores than when they were measured."""
+    if cluster.accelerator:
+        return 1.0
+    return max(1.0, layout.world / cluster.nodes / cluster.link_ranks)
