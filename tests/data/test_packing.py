@@ -57,6 +57,17 @@ def test_empty_samples_have_documents_too():
     assert batch["positions"].dtype == torch.int64
 
 
+def test_ignored_labels_leave_the_inputs_alone():
+    """Also where a batch is one row, of which every slice is contiguous."""
+    corpus = Corpus(np.arange(18, dtype=np.uint16), np.array([0, 7]), "test", "x")
+    cutter = Cutter(corpus, BYTES, 8, 260, pack=True, whole=False)
+    for rows in ([0], [1], [2], [0, 1, 2]):
+        batch = cutter.batch(np.array(rows), np.array(rows))
+        for row, index in enumerate(rows):
+            part = np.arange(18)[index * 8 : index * 8 + 8].tolist()
+            assert batch["input_ids"][row].tolist() == part + [END] * (8 - len(part))
+
+
 def test_restart():
     assert restart(np.array([[0, 0, 1, 1, 1, 2]])).tolist() == [[0, 1, 0, 1, 2, 0]]
 

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import commands
 
-from partita.train.loading import verify
+from partita.models.gpt import make_gpt
+from partita.train.loading import read_weights, verify
 
 CONSTANT = ("lr_schedule=constant", "lr_schedule.warmup=0")  # a schedule that does not depend on train.steps
 LONG = (*CONSTANT, "train.steps=400", "train.save_every=5", "train.keep=3")
@@ -80,6 +83,37 @@ def test_resume_in_the_same_or_another_layout(reference: Path, tmp_path: Path, l
     if layout == ("parallel.data=1",):
         assert got == expected
     assert got == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plain_module_takes_the_weights_of_any_stage(tmp_path: Path, stage: int) -> None:
+    """Strictly: tied weights are there under both names. Evaluation of few samples (one rank has nothing to do at the end) changes
+    no training and gives the mean of one rank."""
+    few = ("data.limit=1500", "train.micro_batch=1", "train.steps=4", "train.save_every=4")
+    commands.train(tmp_path / "quiet", f"zero.stage={stage}", "parallel.data=2", *few)
+    commands.train(tmp_path / "run", f"zero.stage={stage}", "parallel.data=2", *few, "train.eval_every=2")
+    assert commands.column(tmp_path / "run", "loss") == commands.column(tmp_path / "quiet", "loss")
+    weights = read_weights(tmp_path / "run" / "checkpoints")
+    config = SimpleNamespace(
+        **{
+            k: SimpleNamespace(**v)
+            for k, v in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text()).items()
+            if isinstance(v, dict)
+        }
+    )
+    model = make_gpt(config, 260)
+    model.load_state_dict(weights, strict=True)
+    assert torch.equal(weights["head.weight"], weights["tokens.weight"]) and model.head.weight is model.tokens.weight
+    if stage == 3:
+        commands.train(tmp_path / "one", "parallel.data=1", *few, "train.eval_every=2")
+        lines = [
+            json.loads(x)
+            for f in ("run", "one")
+            for x in (tmp_path / f / "metrics.jsonl").read_text().splitlines()
+            if "eval_loss" in x
+        ]
+        assert lines[0]["eval_tokens"] == lines[1]["eval_tokens"]
+        assert lines[0]["eval_loss"] == pytest.approx(lines[1]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

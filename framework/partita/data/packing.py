@@ -109,7 +109,7 @@ class Cutter:
 
     def _shifted(self, block: Block, lengths: NDArray[np.int64], documents: Block | None) -> tuple[Block, Block]:
         """Inputs and labels [B, T] of a causal model: each token predicts the next one of its document."""
-        inputs, labels = np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
+        inputs, labels = block[:, :-1].copy(), block[:, 1:].copy()  # of one row a slice is contiguous: it would be shared
         labels[np.arange(self.sequence) >= lengths[:, None] - 1] = IGNORED
         if documents is not None:
             labels[documents[:, 1:] != documents[:, :-1]] = IGNORED

@@ -41,7 +41,7 @@ def export_run(run: Path | str, out: Path | str, checkpoint: Path | str | None =
         raise CheckpointError(f"{source} doesn't say which model it holds. It was not written by a training run.")
     model = from_plain(config["model"], ModelConfig)
     model.context = model.context or config["data"]["sequence"]
-    return export_hf(model, read_weights(source), out)
+    return export_hf(model, read_weights(source, tied=False), out)
 
 
 def export_hf(model: Any, state: Weights, out: Path | str) -> Path:

@@ -121,10 +121,11 @@ def read_rank_extra(index: Index, rank: int, world: int) -> Any:
         return decode(read_rank(index, rank)["rank_extra"])
 
 
-def read_weights(path: Path | str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def read_weights(path: Path | str, dtype: torch.dtype | None = None, *, tied: bool = True) -> dict[str, torch.Tensor]:
     """All parameters and saved buffers of a checkpoint as whole tensors on the CPU, by their names in the model.
 
-    dtype: for floating tensors; default: as stored (the master weights). Tied parameters are there once, under the first name.
+    dtype: for floating tensors; default: as stored (the master weights). tied: shared parameters under all of their names, as `load_state_dict` of a plain
+    module wants them (the same tensor); else once, under the first one.
     """
     index = read_index(find_checkpoint(path))
     out: dict[str, torch.Tensor] = {}
@@ -137,6 +138,8 @@ def read_weights(path: Path | str, dtype: torch.dtype | None = None) -> dict[str
         tensor = out[key.removeprefix(prefix)] = torch.empty(e.shape, dtype=kind)
         slices.append(StateSlice(key, e.shape, kind, 0, e.numel, tensor.view(-1)))
     fill(index, slices)
+    if tied and isinstance(index.extra, dict):
+        out |= {alias: out[name] for alias, name in index.extra.get("aliases", {}).items() if name in out}
     return out
 
 

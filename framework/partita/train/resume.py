@@ -32,6 +32,7 @@ def save(run: Run, score: float | None = None) -> None:
         "step": run.step,
         "engine": run.engine.extra_state(),
         "data": run.data.state(),
+        "aliases": {alias: b.name for b in run.engine.bindings for alias in b.aliases},
         "best": run.best,
         "config": run.spec.config,
         "left_out": left_out,

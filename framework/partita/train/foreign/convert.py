@@ -181,6 +181,6 @@ def _own(path: Path) -> Source:
     from partita.train.loading import read_weights
 
     index = read_index(find_checkpoint(path))
-    read = read_weights(index.path)
+    read = read_weights(index.path, tied=False)
     buffers = {k.removeprefix("buffer.") for k in index.tensors if k.startswith("buffer.")}
     return Source("Partita", {n: t for n, t in read.items() if n not in buffers}, step=index.step)
