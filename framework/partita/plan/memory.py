@@ -48,17 +48,8 @@ def placed_bytes(draft: PlanDraft, plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def layout_bytes(layout: StateLayout, place: str = "accelerator") -> dict[str, int]:
-    """`layout.bytes(place)`, and the same where weights or gradients are cut over fewer axes than the optimizer."""
-    total, placement, mesh = layout.bytes(place), layout.placement, layout.layout
-    if place != "accelerator":
-        return total
-    if placement.parameters and placement.parameters != placement.optimizer and layout.tiers.parameters.place == "accelerator":
-        width = size_of(layout.precision.compute)
-        total["parameters"] = sum(b.padded // mesh.size(placement.parameters) * width for b in layout.buckets)
-    if placement.gradients and placement.gradients != placement.optimizer and layout.tiers.gradients.place == "accelerator":
-        width = size_of(layout.precision.gradient)
-        total["gradients"] = sum(b.padded // mesh.size(placement.gradients) * width for b in layout.buckets if b.trainable)
-    return total
+    """Bytes of parameters, gradients and optimizer of one layout in one place."""
+    return layout.bytes(place)
 
 
 def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:

@@ -6,7 +6,7 @@ nothing. A bucket works with what `for_bucket` gives it, which may compress and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +72,51 @@ class Then:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
+
+
+class Chain:
+    """Works one after the other: each begins when the one before it is done, the first one at once."""
+
+    def __init__(self, starts: list[Callable[[], Work]]) -> None:
+        self._starts = starts[1:]
+        self._work = starts[0]()
+
+    def wait(self) -> None:
+        """Wait for all."""
+        self._work.wait()
+        while self._starts:
+            self._work = self._starts.pop(0)()
+            self._work.wait()
+
+
+def nested_all_gather(collectives: Collectives, buffer: torch.Tensor, levels: Sequence[Group]) -> Work:
+    """Fill `buffer` in place. It is cut over the first group, each part over the next, and so on; this rank's innermost part is there."""
+    if len(levels) < 2:
+        return collectives.all_gather(buffer, levels[0]) if levels else Done()
+    parts = [buffer]
+    for level in levels[:-1]:
+        parts.append(parts[-1].view(level.size, -1)[level.rank])
+    pairs = list(zip(parts, levels, strict=True))[::-1]
+    return Chain([lambda part=part, level=level: collectives.all_gather(part, level) for part, level in pairs])  # type: ignore[misc]
+
+
+def nested_reduce_scatter(
+    collectives: Collectives, output: torch.Tensor, source: torch.Tensor, levels: Sequence[Group], wire: torch.dtype, accumulate: bool
+) -> Work:
+    """Sum `source` over all groups; this rank's innermost part (see `nested_all_gather`) goes into `output`.
+
+    Sums between levels have the dtype of `output`; what is sent has `wire` where that is narrower.
+    """
+    sums = [source]
+    for level in levels[:-1]:
+        sums.append(output.new_empty(sums[-1].numel() // level.size))
+    sums.append(output)
+
+    def hop(i: int) -> Work:
+        send = sums[i] if wire.itemsize >= sums[i].dtype.itemsize else sums[i].to(wire)
+        return collectives.reduce_scatter(sums[i + 1], send, levels[i], accumulate=accumulate and i + 1 == len(levels))
+
+    return hop(0) if len(levels) == 1 else Chain([lambda i=i: hop(i) for i in range(len(levels))])  # type: ignore[misc]
 
 
 class GlooCollectives:

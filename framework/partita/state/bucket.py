@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 
 import torch
 from torch import nn
 
 from partita.plan.plan import Placement
-from partita.runtime.collectives import Collectives, Work
+from partita.runtime.collectives import Collectives, Work, nested_all_gather, nested_reduce_scatter
 from partita.runtime.collectives import Done as Nothing
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout, StateLayout, dtype_of
@@ -37,12 +38,24 @@ class Weights(Enum):
 @dataclass(frozen=True)
 class Groups:
     """Process groups of a bucket's states: `shard` along the axes that cut the optimizer (maybe none), `replicas` along all others
-    over which its gradients are summed. copies: ranks of this stage that hold the same shard, this one the `copy`-th of them."""
+    over which its gradients are summed. copies: ranks of this stage that hold the same shard, this one the `copy`-th of them.
+
+    levels: `shard` taken apart into nested cuts, outermost first, where weights or gradients are cut over fewer ranks than the
+    optimizer; the first `weights` of them cut the weights, the first `gradients` the gradients between micro-batches.
+    """
 
     shard: Group
     replicas: Group
     copies: int = 1
     copy: int = 0
+    levels: tuple[Group, ...] = ()
+    weights: int = 0
+    gradients: int = 0
+
+    @property
+    def index(self) -> int:
+        """Which shard is this rank's."""
+        return reduce(lambda index, level: index * level.size + level.rank, self.levels, 0)
 
 
 class BufferPool:
@@ -83,16 +96,20 @@ class Bucket:
         self.layout, self.groups, self._pool, self._homes = layout, groups, pool, homes
         self._collectives = collectives.for_bucket(layout, state, groups)
         self._placement: Placement = state.placement_of(layout)
-        self.index = groups.shard.rank
+        self.index = groups.index
         compute, master = dtype_of(state.precision.compute), dtype_of(state.precision.master)
         self._gradient_dtype, self._accumulator_dtype = state.gradient_dtype, dtype_of(state.precision.gradient)
         self._wire = wire  # of gradients on their way to be summed
         n = layout.shard
         self.full = torch.zeros(layout.padded, dtype=compute, device=device)
         self._bytes = self.full.untyped_storage().size()
+        self._spans = self._nested_spans()
         self.cut = bool(self._placement.parameters) and (groups.shard.size > 1 or homes.leaves("parameters"))
-        # The part of the weights that this rank's compute copy owns: in place where the whole bucket stays.
-        parameter = homes.array("parameters", n, compute) if self.cut else Array(self._mine(self.full))
+        # What this rank keeps of the weights between uses: with narrower cuts more than the shard that it updates.
+        self._held, self._narrower = self._make_held(compute)
+        self._stale = self._narrower  # other ranks have changed their shards in `_held`
+        # The shard of the weights that compute reads: in place where the whole bucket stays.
+        parameter = self._held if self.cut and not self._narrower else Array(self._mine_held() if self.cut else self._mine(self.full))
         # `parameter`, and of trainable buckets `master`, `gradient` and the optimizer's states
         self.arrays: dict[str, Array] = {"parameter": parameter}
         self.weights = Weights.GATHERED
@@ -100,6 +117,7 @@ class Bucket:
         self._fetching: tuple[Pending, torch.Tensor] | None = None  # this rank's shard on its way from a tier
         self.gradient: torch.Tensor | None = None  # of the whole bucket
         self.reduced: torch.Tensor | None = None  # of this rank's shard
+        self.partial: torch.Tensor | None = None  # summed over fewer ranks than share the optimizer
         self._stows = layout.trainable and homes.leaves("gradients")
         if layout.trainable:
             self.arrays["master"] = homes.array("optimizer", n, master) if compute != master else parameter
@@ -117,6 +135,27 @@ class Bucket:
         self._first_values: torch.Tensor | None = None
         self.wait_updated: Callable[[], None] = _nothing  # returns when no update of the weights is under way
 
+    def _nested_spans(self) -> list[tuple[int, int]]:
+        """(first element, elements) of what this rank has of the whole buffer after no, one, ... all levels of cuts."""
+        spans = [(0, self.layout.padded)]
+        for level in self.groups.levels:
+            lo, n = spans[-1]
+            spans.append((lo + level.rank * (n // level.size), n // level.size))
+        return spans
+
+    def _make_held(self, compute: torch.dtype) -> tuple[Array | None, bool]:
+        """Memory of the weights between uses, where they are cut, and whether it is more than this rank's shard."""
+        if not self.cut:
+            return None, False
+        _, n = self._spans[self.groups.weights]
+        return self._homes.array("parameters", n, compute), n > self.layout.shard
+
+    def _mine_held(self) -> torch.Tensor:
+        """This rank's shard in `_held`."""
+        assert self._held is not None
+        start = self._spans[-1][0] - self._spans[self.groups.weights][0]
+        return self._held.near[start : start + self.layout.shard]
+
     def _make_gradient(self, n: int, device: torch.device) -> Array:
         if self._stows:
             return self._homes.array("gradients", n, self._accumulator_dtype)
@@ -124,6 +163,9 @@ class Bucket:
             self.reduced = self.gradient = torch.zeros(self.layout.padded, dtype=self._gradient_dtype, device=device)
         else:
             self.reduced = torch.zeros(n, dtype=self._accumulator_dtype, device=device)
+            if 0 < self.groups.gradients < len(self.groups.levels):
+                wide = self._spans[self.groups.gradients][1]
+                self.partial = torch.zeros(wide, dtype=self._accumulator_dtype, device=device)
         return Array(self.reduced)
 
     @property
@@ -174,9 +216,18 @@ class Bucket:
         self.wait_updated()
         if self.cut:
             self.full.untyped_storage().resize_(self._bytes)
+            self._renew()
             self._fetched().wait()
-        self._gathering = self._collectives.all_gather(self.full, self.groups.shard)
+        levels = self.groups.levels[: self.groups.weights] if self.cut else self.groups.levels
+        self._gathering = nested_all_gather(self._collectives, self.full, levels)
         self.weights = Weights.GATHERING
+
+    def _renew(self) -> None:
+        """Have all current that this rank keeps between uses: once after an update."""
+        if self._stale:
+            assert self._held is not None
+            nested_all_gather(self._collectives, self._held.near, self.groups.levels[self.groups.weights :]).wait()
+            self._stale = False
 
     def fetch(self) -> None:
         """Start to read this rank's shard from its tier, if the next `gather` needs it: before that, the disk works while others compute."""
@@ -188,9 +239,11 @@ class Bucket:
             self._fetching = (self.own.read(into), into)
 
     def _fetched(self) -> Pending:
-        """Bring this rank's shard into the whole buffer."""
+        """Bring what this rank keeps into the whole buffer."""
         if self._fetching is None:
-            return self.own.read(self._mine(self.full))
+            assert self._held is not None
+            lo, n = self._spans[self.groups.weights]
+            return self._held.read(self.full[lo : lo + n])
         pending, values = self._fetching
         pending.settle()
         self._fetching = None
@@ -223,7 +276,7 @@ class Bucket:
         if self.groups.shard.size > 1 or self.cut:
             if self.cut:
                 self.free()
-            self.weights = Weights.SHARDED
+            self.weights, self._stale = Weights.SHARDED, self._narrower
 
     # ------------------------------------------------------------------ gradients
 
@@ -257,8 +310,9 @@ class Bucket:
             self._take_reduced()
         assert self.reduced is not None
         if self.groups.shard.size > 1:
-            send = buffer if self._wire.itemsize >= buffer.dtype.itemsize else buffer.to(self._wire)
-            self._reducing = self._collectives.reduce_scatter(self.reduced, send, self.groups.shard, accumulate=self._accumulated)
+            levels = self.groups.levels[: self.groups.gradients] or self.groups.levels
+            into = self.reduced if self.partial is None else self.partial
+            self._reducing = nested_reduce_scatter(self._collectives, into, buffer, levels, self._wire, self._accumulated)
         else:
             self._reducing = self._collectives.all_reduce(buffer, self.groups.replicas, self._wire)
 
@@ -283,6 +337,10 @@ class Bucket:
             assert self.gradient is not None
             self._pool.give(self.gradient)
             self.gradient = None
+        if self.partial is not None and last:
+            assert self.reduced is not None
+            levels = self.groups.levels[self.groups.gradients :]
+            nested_reduce_scatter(self._collectives, self.reduced, self.partial, levels, self._wire, False).wait()
         if self._stows:
             self._stow(last)
 

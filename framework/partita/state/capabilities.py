@@ -7,6 +7,7 @@ from partita.plan.plan import DATA_AXES
 CAPABILITIES: dict[str, frozenset[str]] = {
     "axes": frozenset({*DATA_AXES, "tensor", "context", "expert"}),  # layout axes that may be larger than one
     "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
+    "placements": frozenset({"narrower"}),  # weights or gradients cut over fewer ranks than the optimizer
     "tiers": frozenset({"accelerator", "host", "file"}),  # of parameters, gradients, optimizer
     "activation_tiers": frozenset({"accelerator"}),
     "state_dtypes": frozenset({"float32"}),  # master weights, moments, gradient accumulation

@@ -25,11 +25,11 @@ from torch import nn
 
 from partita.errors import PartitaError
 from partita.plan.plan import AXES, GRADIENT_AXES, Plan
-from partita.runtime.collectives import Collectives, collectives_for
+from partita.runtime.collectives import Collectives, collectives_for, nested_all_gather
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
 from partita.state.copies import Copies
-from partita.state.layout import Segment, build_layout, dtype_of
+from partita.state.layout import Segment, build_layout, dtype_of, nested_cuts
 from partita.state.optimizers import Rule, Update
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
@@ -146,7 +146,12 @@ class StateEngine:
         shard = tuple(a for a in self._cut if a not in axes)
         replicas = tuple(a for a in AXES if (a in GRADIENT_AXES or a in partial) and a not in axes and a not in self._cut)
         copies = self.mesh.ranks(tuple(a for a in AXES if a != "pipeline" and a not in axes and a not in self._cut))
-        return Groups(self.mesh.group(shard), self.mesh.group(replicas), len(copies), copies.index(self.mesh.rank))
+        placement = self.layout.placement
+        cuts = [tuple(a for a in cut if a not in axes) for cut in nested_cuts(placement)]
+        levels = tuple(g for g in map(self.mesh.group, cuts) if g.size > 1)
+        weights, gradients = (sum(set(g.axes) <= set(c) for g in levels) for c in (placement.parameters, placement.gradients))
+        whole = self.mesh.group(shard), self.mesh.group(replicas)
+        return Groups(*whole, len(copies), copies.index(self.mesh.rank), levels, weights, gradients)
 
     def materialize(self, source: Source | None = None) -> None:
         """Allocate all buffers, bind the parameters to them, and fill them.
@@ -509,7 +514,7 @@ class StateEngine:
         else:
             whole = torch.zeros(bucket.layout.padded, dtype=source.dtype, device=self.device)
             whole.view(bucket.layout.shards, -1)[bucket.index] = source
-            self._collectives.all_gather(whole, bucket.groups.shard).wait()
+            nested_all_gather(self._collectives, whole, bucket.groups.levels).wait()
         local = whole[s.offset : s.offset + s.numel].view(s.shape)
         if not s.part.axes:
             return local.clone()
@@ -531,7 +536,8 @@ class StateEngine:
                 total[category] = sum(a.far.numel * a.dtype.itemsize for a in arrays.values() if a.far is not None) if here else 0
                 continue
             near = [a.near for a in arrays.values()]
-            near += [b.gradient for b in self.buckets if b.gradient is not None and category == "gradients"]
+            if category == "gradients":
+                near += [t for b in self.buckets for t in (b.gradient, b.partial) if t is not None]
             total[category] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in near}.values())
         return total
 

@@ -194,6 +194,10 @@ class StateLayout:
             return self.placement
         return Placement(parameters=self.placement.parameters if self.tiers.parameters.place != "accelerator" else ())
 
+    def _ranks(self, bucket: BucketLayout, axes: tuple[str, ...]) -> int:
+        """Parts into which `axes` cut a bucket whose tensors are cut along some axes already."""
+        return self.layout.size(tuple(a for a in axes if a not in bucket.axes))
+
     def bytes(self, place: str = "accelerator") -> dict[str, int]:
         """Bytes on one rank at rest in one place, by category, padding included. Every rank holds the same number.
 
@@ -214,7 +218,7 @@ class StateLayout:
         compute, master = size_of(self.precision.compute), size_of(self.precision.master)
         for b in self.buckets:
             placement = self.placement_of(b)
-            yield "parameters", b.shard if placement.parameters else b.padded, compute, bool(placement.parameters)
+            yield "parameters", b.padded // self._ranks(b, placement.parameters), compute, bool(placement.parameters)
             if not b.trainable:
                 continue
             if self.separate_master:
@@ -224,9 +228,26 @@ class StateLayout:
             reduced_apart = bool(placement.optimizer) or self.tiers.gradients.place != "accelerator"
             if reduced_apart:
                 yield "gradients", b.shard, size_of(self.precision.gradient), True
+                if 1 < self._ranks(b, placement.gradients) < b.shards:
+                    yield "gradients", b.padded // self._ranks(b, placement.gradients), size_of(self.precision.gradient), False
             # whole gradients that are reduced at once, into a shard or on their way to a tier, are no state at rest
             if not placement.gradients and (self.accumulates or not reduced_apart):
                 yield "gradients", b.padded, self.gradient_dtype.itemsize, False
+
+
+def nested_cuts(placement: Placement) -> tuple[tuple[str, ...], ...]:
+    """The cuts of a placement, one inside the other, outermost first: the axes of each state but those of narrower ones.
+
+    A shard of the optimizer so lies inside the part of the gradients that its rank keeps, and inside its part of the weights.
+    """
+    found: list[tuple[str, ...]] = []
+    taken: set[str] = set()
+    for axes in sorted((placement.parameters, placement.gradients, placement.optimizer), key=len):
+        new = tuple(a for a in axes if a not in taken)
+        if new:
+            found.append(new)
+            taken |= set(new)
+    return tuple(found)
 
 
 def far_elements(numel: int, tier: Tier) -> int:
