@@ -110,6 +110,7 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
             cut = list(placement.optimizer)
             reason = f"{state} are cut over {missing}, but the optimizer over {cut} only: it would have no whole shard to update."
             problems.append(Problem(f"zero.{state}", reason, f"Add {missing} to zero.optimizer, or take it out of zero.{state}."))
+    problems += _narrower(plan)
     if config.prefetch < 0:
         problems.append(
             Problem(
@@ -118,4 +119,21 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
                 "Use 0 (none ahead) or more; the default is 1.",
             )
         )
+    return problems
+
+
+def _narrower(plan: Plan) -> list[Problem]:
+    """Cuts that can't lie one inside the other, and what can't be combined with cuts that do."""
+    placement, mesh = plan.placement, plan.layout
+    weights, gradients = set(placement.parameters), set(placement.gradients)
+    if not (weights <= gradients or gradients <= weights):
+        reason = f"parameters are cut over {sorted(weights)} and gradients over {sorted(gradients)}: neither cut lies inside the other."
+        return [Problem("zero.gradients", reason, "Cut one of them over all axes of the other, or over none.")]
+    problems = []
+    for state in ("parameters", "gradients"):
+        axes, place = getattr(placement, state), getattr(plan.tiers, state).place
+        if axes and mesh.size(axes) < mesh.size(placement.optimizer) and place != "accelerator":
+            reason = f"{state} that are cut over fewer ranks than the optimizer ({list(axes)}) stay on the accelerator, not on {place!r}."
+            remedy = f"Set offload.{state}=none, or cut them over {list(placement.optimizer)}."
+            problems.append(Problem(f"offload.{state}", reason, remedy))
     return problems

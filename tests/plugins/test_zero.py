@@ -81,11 +81,26 @@ def test_nearest_preset(plan_of):
 
 
 @pytest.mark.parametrize("preset", ["hpz", "hfsdp"])
-def test_narrower_cuts_are_planned_and_refused(plan_of, preset):
-    planned = plan_of(launch__ranks=4, zero__preset=preset, zero__shard_size=2)
-    assert planned.costs
-    assert all("not in this version" in p.reason for p in planned.problems) and planned.problems
-    assert not plan_of(launch__ranks=4, zero__preset=preset).problems, "one group: nothing is narrower"
+def test_narrower_cuts_hold_more_of_the_weights(plan_of, preset):
+    narrow = plan_of(launch__ranks=4, zero__preset=preset, zero__shard_size=2)
+    wide = plan_of(launch__ranks=4, zero__stage=3, zero__shard_size=2)
+    assert not narrow.problems
+    states = [p.draft.state_bytes(p.plan) for p in (narrow, wide)]
+    assert states[0]["parameters"] == 2 * states[1]["parameters"]
+    assert states[0]["optimizer"] == states[1]["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ({"zero__parameters": ["shard"], "zero__gradients": ["replicate"]}, "zero.gradients", "neither cut lies inside"),
+        ({"zero__preset": "hpz", "zero__stage": 0, "offload__parameters": "host"}, "offload.parameters", "fewer ranks than"),
+    ],
+)
+def test_narrower_cuts_that_cannot_be(plan_of, overrides, key, words):
+    overrides = {"zero__stage": 3, "zero__shard_size": 2, **overrides}
+    planned = plan_of(launch__ranks=4, **overrides)
+    assert any(p.key == key and words in p.reason for p in planned.problems), planned.problems
 
 
 def test_prefetch_reaches_the_plan(plan_of):

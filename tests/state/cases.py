@@ -266,11 +266,11 @@ def odd_shapes(rank: int, world: int, placement: str) -> tuple[dict[str, torch.T
     return whole, {s.key: s.shape for s in engine.load_slices()}
 
 
-def memory(rank: int, world: int, placement: str, precision: str, tiers: Tiers, parts: int) -> Any:
+def memory(rank: int, world: int, placement: str, precision: str, tiers: Tiers, parts: int, replicate: int = 1) -> Any:
     """Bytes of states between the micro-batches of an update, by place: (planned, allocated)."""
     from reference import Model, batch, loss_sum
 
-    plan = make_plan(world, placement, precision=BF16 if precision == "bf16" else Precision(), micro_batches=parts, tiers=tiers)
+    plan = make_plan(world, placement, precision=BF16 if precision == "bf16" else Precision(), micro_batches=parts, tiers=tiers, replicate=replicate)
     config = OptimizerConfig()
     mesh = Mesh(plan.layout, rank, torch.device("cpu"))
     engine = StateEngine(Model(), plan, mesh, config, make_adamw(config), tiers=make_tiers(rank, tiers))

@@ -24,6 +24,15 @@ PLACEMENTS = {
     "gradients": Placement(gradients=("shard",), optimizer=("shard",)),
     "parameters": Placement(("shard",), ("shard",), ("shard",)),
 }
+BOTH = ("replicate", "shard")
+NARROWER = {  # on a mesh of replicate 2
+    "hpz": Placement(("shard",), BOTH, BOTH),
+    "hfsdp": Placement(("shard",), ("shard",), BOTH),
+    "gradients_in_group": Placement((), ("shard",), BOTH),
+    "weights_in_group": Placement(("shard",), (), BOTH),
+    "gradients_in_group_weights_everywhere": Placement(BOTH, ("shard",), BOTH),
+    "everywhere": Placement(BOTH, BOTH, BOTH),
+}
 HERE = Tiers()
 FP32 = Precision()
 BF16 = Precision(compute="bfloat16", gradient="float32", reduce="float32", master="float32")
@@ -36,7 +45,7 @@ def make_plan(
     layout = Layout(replicate=replicate, shard=world // replicate)
     return Plan(
         layout=layout,
-        placement=PLACEMENTS[placement],
+        placement={**PLACEMENTS, **NARROWER}[placement],
         precision=precision,
         schedule=Schedule(micro_batches=micro_batches),
         tiers=tiers,

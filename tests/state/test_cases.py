@@ -12,7 +12,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
 import cases
-from engine_runs import HERE, PLACEMENTS, tiers_at
+from engine_runs import HERE, NARROWER, PLACEMENTS, tiers_at
 from pool import run_ranks
 
 from partita.plan.plan import Tier, Tiers
@@ -148,6 +148,13 @@ def test_states_take_the_bytes_that_the_layout_says(placement: str, precision: s
     homes = [HERE, some, *(tiers_at(home, placement) for home in ("host", "file"))]
     for world, tiers in [(w, t) for w in (1, 4) for t in homes]:
         for planned, allocated in ranks(world, cases.memory, placement, precision, tiers, parts):
+            assert allocated == planned
+
+
+@pytest.mark.parametrize("placement", sorted(NARROWER))
+def test_states_of_narrower_placements_take_the_bytes_that_the_layout_says(placement: str) -> None:
+    for parts in (1, 2):
+        for planned, allocated in ranks(4, cases.memory, placement, "bf16", HERE, parts, 2):
             assert allocated == planned
 
 

@@ -18,6 +18,7 @@ from pool import run_ranks
 STEPS, SIZE = 20, 16
 CASES = [(p, w, m, 1) for p in engine_runs.PLACEMENTS for w, m in ((1, 1), (2, 1), (2, 4), (4, 1), (4, 4))]
 CASES += [("parameters", 4, 2, 2), ("gradients", 4, 1, 2), ("optimizer", 4, 4, 2)]
+CASES += [(p, 4, 4, 2) for p in engine_runs.NARROWER] + [("hpz", 4, 1, 2), ("hfsdp", 4, 1, 2)]
 
 
 @lru_cache
