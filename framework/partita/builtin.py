@@ -38,7 +38,8 @@ PROVIDED: dict[str, dict[str, str]] = {
         },
     },
     "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
-    "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd")},
+    "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd", "lion", "adamw8bit")}
+    | {name: f"partita.state.rules.{name}:make_{name}" for name in ("adagrad", "lamb", "adafactor", "muon")},
     "executor": {"none": "partita.train.step:PlainExecutor"},
     "collective": {"default": "partita.runtime.collectives:make_collectives"},
 }

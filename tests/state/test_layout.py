@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from partita.config.schema import OptimizerConfig, OptimizerGroup
 from partita.plan.plan import Layout, Placement, Plan, Precision, Schedule
-from partita.state.layout import ALIGN, assign_groups, build_buckets, build_layout
+from partita.state.layout import ALIGN, RuleLayout, assign_groups, build_buckets, build_layout
+from partita.state.optimizers import State
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ def test_bytes_of_mixed_precision_adam(placement: Placement, expected: tuple[int
         schedule=Schedule(micro_batches=2),
     )
     spec = type("Spec", (), {"parameters": [P("w", (32, 32))]})
-    states = {"exp_avg": "float32", "exp_avg_sq": "float32"}
+    states = [RuleLayout("element", {"exp_avg": State("float32"), "exp_avg_sq": State("float32")})]
     got = build_layout(spec, plan, states, OptimizerConfig()).bytes()
     assert (got["parameters"], got["gradients"], got["optimizer"]) == expected

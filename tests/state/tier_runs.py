@@ -32,7 +32,7 @@ def train(rank: int, world: int, placement: str, rule: str, steps: int, size: in
     try:
         lr = optimizer_config(rule).lr
         out = [step(engine, n, size, rank, lr, clip) for n in range(steps)]
-        kinds = ["parameter", *engine.layout.states]
+        kinds = ["parameter", *engine.layout.rules[0].states]
         states = {
             (b.name, k): engine.full_tensor(b.name, k)
             for b in engine.bindings

@@ -87,9 +87,11 @@ class DataConfig:
 
 @dataclass
 class OptimizerGroup:
-    """Hyper-parameters of the parameters whose name matches `match` (shell patterns); first matching group wins."""
+    """Settings of the parameters whose name matches `match` (shell patterns); the first group that fits wins."""
 
     match: list[str] = field(default_factory=list)
+    max_dims: int | None = None  # only parameters of at most this many dimensions (1: vectors and scalars); default: any
+    optimizer: str | None = None  # update rule of these parameters; default: optimizer.name
     lr_scale: float = 1.0  # factor on optimizer.lr
     weight_decay: float | None = None  # default: optimizer.weight_decay
 
@@ -98,13 +100,13 @@ class OptimizerGroup:
 class OptimizerConfig:
     """An update rule by name of the slot `optimizer`."""
 
-    name: str = "adamw"  # adamw, adam, sgd, ... or one that a plug-in provides
+    name: str = "adamw"  # adamw, adam, sgd, lion, adagrad, lamb, adafactor, muon, adamw8bit, or one that a plug-in provides
     lr: float = 1e-3  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the moments (Adam family)
     eps: float = 1e-8
     weight_decay: float = 0.1  # decoupled (AdamW), else added to the gradient
-    momentum: float = 0.0  # SGD
-    nesterov: bool = False  # SGD
+    momentum: float = 0.0  # SGD, Muon
+    nesterov: bool = False  # SGD, Muon
     decay_1d: bool = False  # weight decay on vectors (biases, norms) too
     groups: list[OptimizerGroup] = field(default_factory=list)
 

@@ -77,8 +77,9 @@ def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
     problems = []
     for name in ("master", "optimizer", "gradient"):
         dtype = getattr(plan.precision, name)
-        if dtype == "bfloat16" and dtype not in able["state_dtypes"]:  # other names are the precision plug-in's to refuse
-            remedy = f"Use {_options(able['state_dtypes'])}."
+        allowed = able["optimizer_dtypes" if name == "optimizer" else "state_dtypes"]
+        if dtype == "bfloat16" and dtype not in allowed:  # other names are the precision plug-in's to refuse
+            remedy = f"Use {_options(allowed)}."
             problems.append(_missing(f"precision.{name}", f"{dtype} for {name} states", remedy))
     decisions = {plan.activations.default, *(d for _, d in plan.activations.units)}
     for decision in sorted(decisions - able["activations"]):
@@ -99,6 +100,26 @@ def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
 
 def _options(names: Iterable[str]) -> str:
     return " or ".join(sorted(names))
+
+
+def check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """Parameters that the update rule asked for can't update, and groups that fit none."""
+    from partita.state.layout import assign_groups  # torch is imported only where a plan is made
+    from partita.state.optimizers import rule_reason
+
+    trained = [p for p in draft.model.parameters if p.trainable]
+    index, groups = assign_groups(trained, draft.config.optimizer)
+    cut = plan.layout.tensor > 1 or plan.layout.expert > 1
+    found: dict[str, list[str]] = {}
+    for p in trained:
+        reason = rule_reason(draft.rules[groups[index[p.name]].rule], p.shape, plan, cut and len(p.shape) > 1)
+        if reason:
+            found.setdefault(reason, []).append(p.name)
+    remedy = "Choose another rule, or give these parameters one: optimizer.groups=[{match: [PATTERN], optimizer: adamw}]."
+    return [
+        Problem("optimizer.name", f"{reason} ({len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}).", remedy)
+        for reason, names in found.items()
+    ]
 
 
 # ------------------------------------------------------------------ memory

@@ -14,7 +14,7 @@ from typing import Any
 from partita.plan.draft import PlanDraft
 from partita.plan.parts import rank_parts
 from partita.plan.plan import Layout, Plan
-from partita.state.layout import ALIGN, BucketLayout, StateLayout, assign_groups, build_buckets, build_layout
+from partita.state.layout import ALIGN, BLOCK, BucketLayout, StateLayout, assign_groups, build_buckets, build_layout
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,16 @@ class Alike:
     trainable: bool
     axes: tuple[str, ...]
     partial: tuple[str, ...]
+    rule: int
+    policy: str
     sizes: tuple[int, ...]
 
     def together(self, layout: Layout, cut: tuple[str, ...]) -> BucketLayout:
         """One bucket in place of all."""
         owners = layout.size(tuple(a for a in cut if a not in self.axes))
-        shard = sum(math.ceil(size / (owners * ALIGN)) for size in self.sizes) * ALIGN
-        return BucketLayout("all", self.trainable, (), owners, shard, self.axes, self.partial)
+        unit = BLOCK if self.policy == "block" else ALIGN
+        shard = sum(math.ceil(size / (owners * unit)) for size in self.sizes) * unit
+        return BucketLayout("all", self.trainable, (), owners, shard, self.axes, self.partial, self.rule, self.policy)
 
 
 def cut_key(layout: Layout) -> tuple[object, ...]:
@@ -56,17 +59,24 @@ def alike_buckets(draft: PlanDraft, layout: Layout) -> list[list[Alike]]:
 
 
 def _group(draft: PlanDraft, parameters: Sequence[Any]) -> list[Alike]:
-    index, _ = assign_groups([p for p in parameters if p.trainable], draft.config.optimizer)
-    found: dict[tuple[bool, tuple[str, ...], tuple[str, ...]], list[int]] = {}
-    for bucket in build_buckets(parameters, index, lambda axes: 1):
-        found.setdefault((bucket.trainable, bucket.axes, bucket.partial), []).append(bucket.padded)
+    index, groups = assign_groups([p for p in parameters if p.trainable], draft.config.optimizer)
+    rules = draft.rule_layouts(Plan())  # dtypes play no part here
+    found: dict[tuple[bool, tuple[str, ...], tuple[str, ...], int, str], list[int]] = {}
+    for bucket in build_buckets(parameters, index, lambda axes: 1, groups if rules else (), rules):
+        key = (bucket.trainable, bucket.axes, bucket.partial, bucket.rule, bucket.policy)
+        found.setdefault(key, []).append(bucket.padded)
     return [Alike(*key, tuple(sizes)) for key, sizes in found.items()]
 
 
 def merged_layouts(draft: PlanDraft, plan: Plan) -> list[StateLayout]:
-    """For each rank of the pipeline axis a layout of merged buckets, with the same bytes as the real one."""
-    states = dict.fromkeys(draft.optimizer_states, plan.precision.optimizer)
-    empty = build_layout(_Nothing(), plan, states, draft.config.optimizer)
+    """For each rank of the pipeline axis a layout of merged buckets, with the same bytes as the real one.
+
+    Where whole tensors are dealt out to owners it is the real one: what the fullest owner has is no sum.
+    """
+    rules = draft.rule_layouts(plan)
+    if any(rule.policy == "tensor" for rule in rules):
+        return [build_layout(part, plan, rules, draft.config.optimizer) for part in rank_parts(draft.model, plan.layout)]
+    empty = build_layout(_Nothing(), plan, rules, draft.config.optimizer)
     cut = plan.placement.optimizer
     return [
         replace(empty, buckets=tuple(a.together(plan.layout, cut) for a in rank)) for rank in alike_buckets(draft, plan.layout)

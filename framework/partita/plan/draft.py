@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ class PlanDraft:
     """What `partita_decide`, `partita_check` and `partita_estimate` are given.
 
     config: plain dataclasses, one attribute for each node. owners: section -> plug-in that may write it; a section not in it is
-    open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it. optimizer_states: names of the
-    states that the update rule keeps, each as long as the weights. cache: for what is costly to find out (traces of the model).
+    open to everyone. owner: the plug-in whose `partita_decide` runs now; the registry sets it. rules: update
+    rules of the run, the main one first. cache: for what is costly to find out (traces of the model).
     """
 
     config: Any
@@ -33,7 +33,7 @@ class PlanDraft:
     cluster: Cluster
     owners: Mapping[str, str] = field(default_factory=dict)
     owner: str = ""
-    optimizer_states: tuple[str, ...] = ()
+    rules: Sequence[Any] = ()
     sections: dict[str, Any] = field(default_factory=dict)
     extensions: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -86,6 +86,12 @@ class PlanDraft:
         from partita.plan.memory import state_bytes  # torch is imported only where a plan is made
 
         return state_bytes(self, plan)
+
+    def rule_layouts(self, plan: Plan) -> list[Any]:
+        """What layouts need to know of the update rules (`partita.state.layout.RuleLayout`)."""
+        from partita.state.layout import RuleLayout  # torch is imported only where a plan is made
+
+        return [RuleLayout.of(rule, plan.precision.optimizer) for rule in self.rules]
 
     def unit_input_bytes(self, plan: Plan) -> int:
         """Bytes of the largest input of a block for one micro-batch: what recompute keeps and a pipeline sends."""

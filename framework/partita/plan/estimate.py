@@ -48,7 +48,7 @@ def memory_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
 
 def _optimizer_words(draft: PlanDraft, plan: Plan) -> str:
     master = [f"master {plan.precision.master}"] if plan.precision.master != plan.precision.compute else []
-    return ", ".join([*master, *draft.optimizer_states]) or "nothing kept"
+    return ", ".join([*master, *dict.fromkeys(name for rule in draft.rules for name in rule.states())]) or "nothing kept"
 
 
 def memory_total(costs: Iterable[Cost], place: str = "accelerator") -> int:

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from partita.errors import ConfigError
-from partita.plan.check import check_capabilities, check_memory
+from partita.plan.check import check_capabilities, check_memory, check_rules
 from partita.plan.cluster import Cluster, find_cluster
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import estimate_plan
@@ -24,6 +24,7 @@ from partita.plan.solve import Choice, choose
 from partita.plan.solve.options import fresh
 from partita.plugin.types import Cost
 from partita.state.capabilities import CAPABILITIES
+from partita.state.optimizers import rule_names
 
 
 @dataclass
@@ -75,8 +76,8 @@ def make_plan(config: Any, registry: Any) -> Planned:
     """
     cluster = find_cluster(config.cluster, config.launch)
     model = inspect_model(build_on_meta(config, registry))
-    rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
-    draft = PlanDraft(config, model, cluster, registry.section_owners(), optimizer_states=tuple(rule.states()))
+    rules = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
+    draft = PlanDraft(config, model, cluster, registry.section_owners(), rules=rules)
     trials = int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)
     choice = choose(draft, registry, lambda settings: plan_draft(fresh(draft, settings), registry)[2], trials)
     if choice is not None:
@@ -97,7 +98,7 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
     """Decide, check and estimate: (plan, costs, problems)."""
     registry.decide(draft)
     plan = draft.freeze()
-    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES)]
+    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES), *check_rules(plan, draft)]
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
     return plan, costs, list(dict.fromkeys(problems))

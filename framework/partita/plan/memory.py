@@ -18,9 +18,9 @@ from partita.state.layout import StateLayout, build_layout, dtype_of, size_of
 
 def state_layouts(draft: PlanDraft, plan: Plan) -> Iterator[StateLayout]:
     """The layout of each rank of the pipeline axis, bucket by bucket."""
-    states = dict.fromkeys(draft.optimizer_states, plan.precision.optimizer)
+    rules = draft.rule_layouts(plan)
     for part in rank_parts(draft.model, plan.layout):
-        yield build_layout(part, plan, states, draft.config.optimizer)
+        yield build_layout(part, plan, rules, draft.config.optimizer)
 
 
 def state_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:

@@ -6,7 +6,9 @@ Nothing here asks for a ZeRO stage: what is cut follows from the placement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +21,8 @@ from partita.plan.plan import Placement
 from partita.runtime.collectives import Collectives, Work, nested_all_gather, nested_reduce_scatter
 from partita.runtime.collectives import Done as Nothing
 from partita.runtime.mesh import Group
-from partita.state.layout import BucketLayout, StateLayout, dtype_of
+from partita.state.layout import BucketLayout, Segment, StateLayout, dtype_of
+from partita.state.optimizers import State
 from partita.state.slices import StateSlice
 from partita.state.tiers import Array, Done, Homes, Pending
 from partita_kernels import squared_norm
@@ -105,6 +108,10 @@ class Bucket:
         self._bytes = self.full.untyped_storage().size()
         self._spans = self._nested_spans()
         self.cut = bool(self._placement.parameters) and (groups.shard.size > 1 or homes.leaves("parameters"))
+        self.formats: Mapping[str, State] = state.states_of(layout)
+        # a number for the first element of the bucket, far from those of other buckets, whatever the layout
+        self.key = zlib.crc32(layout.segments[0].name.encode()) << 32 if layout.segments else 0
+        self.key += self.index * n
         # What this rank keeps of the weights between uses: with narrower cuts more than the shard that it updates.
         self._held, self._narrower = self._make_held(compute)
         self._stale = self._narrower  # other ranks have changed their shards in `_held`
@@ -121,10 +128,12 @@ class Bucket:
         self._stows = layout.trainable and homes.leaves("gradients")
         if layout.trainable:
             self.arrays["master"] = homes.array("optimizer", n, master) if compute != master else parameter
-            self.arrays |= {k: homes.array("optimizer", n, dtype_of(d)) for k, d in state.states.items()}
+            self.arrays |= {
+                k: homes.array("optimizer", state.state_numel(layout, f), dtype_of(f.dtype or "")) for k, f in self.formats.items()
+            }
             self.arrays["gradient"] = self._make_gradient(n, device)
         # elements that lie on the device in every state
-        self.keep = min(a.near.numel() for a in self.arrays.values())
+        self.keep = min(a.near.numel() for a in self.arrays.values()) if layout.policy == "element" else n
         self._reducing: Work | None = None
         self._stowing: Pending = Done()
         self._square: torch.Tensor | None = None
@@ -394,6 +403,25 @@ class Bucket:
     def wire_slices(self) -> list[StateSlice]:
         """What the collectives of this bucket hold for themselves, such as errors of compression."""
         return self._collectives.slices()
+
+    def state_view(self, name: str, lo: int, hi: int, segment: Segment | None) -> torch.Tensor:
+        """What belongs to elements [lo, hi) of this rank's shard in a state that lies on the device; `segment`: that they lie in."""
+        state, values = self.formats[name], self.arrays[name].near
+        if state.shape is None:
+            return values[lo // state.block : -(-hi // state.block)]
+        assert segment is not None
+        start, numel = self.own_shape(name, segment)
+        return values[start : start + numel]
+
+    def own_shape(self, name: str, segment: Segment) -> tuple[int, int]:
+        """Where in a state of a shape of its own a parameter of this rank has its elements: (first, count)."""
+        shape, start = self.formats[name].shape, 0
+        assert shape is not None
+        for s, _, _ in self.layout.owned(self.index):
+            if s.name == segment.name:
+                return start, math.prod(shape(s.shape))
+            start += math.prod(shape(s.shape))
+        raise KeyError(segment.name)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """(hyper-parameter group, lo, hi) ranges of this rank's shard."""

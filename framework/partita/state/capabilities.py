@@ -10,7 +10,8 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "placements": frozenset({"narrower"}),  # weights or gradients cut over fewer ranks than the optimizer
     "tiers": frozenset({"accelerator", "host", "file"}),  # of parameters, gradients, optimizer
     "activation_tiers": frozenset({"accelerator"}),
-    "state_dtypes": frozenset({"float32"}),  # master weights, moments, gradient accumulation
+    "state_dtypes": frozenset({"float32"}),  # master weights, gradient accumulation
+    "optimizer_dtypes": frozenset({"float32", "bfloat16"}),
     "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction
     "gather_formats": frozenset({"native"}),
     "algorithms": frozenset({"flat"}),

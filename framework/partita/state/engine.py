@@ -29,16 +29,17 @@ from partita.runtime.collectives import Collectives, collectives_for, nested_all
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
 from partita.state.copies import Copies
-from partita.state.layout import Segment, build_layout, dtype_of, nested_cuts
-from partita.state.optimizers import Rule, Update
+from partita.state.layout import RuleLayout, build_layout, dtype_of, nested_cuts
+from partita.state.optimizers import Rule, State, rule_reason
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
+from partita.state.stored import Source, initial, slices_of
 from partita.state.tiers import FarUpdater, Homes, Tier
+from partita.state.updates import build_updates
 from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
 WIRE_DTYPES = ("bfloat16", "float16")
-Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 Gradient = torch.Tensor | Callable[[], torch.Tensor]  # or what computes it
 
 
@@ -89,7 +90,8 @@ class StateEngine:
     model: on the meta device, or real (its weights are then kept by `materialize()` without a source). rule: update rule.
     optimizer: config node with lr, groups, weight_decay, decay_1d. prefetch: units gathered ahead.
     tiers: for each place in the plan's tiers but `accelerator`, what holds its states.
-    Raises PartitaError where a parameter has no float dtype.
+    more_rules: of groups that have another rule, in the order of `optimizers.rule_names`.
+    Raises PartitaError where a parameter has no float dtype, or a rule can't update it.
     """
 
     def __init__(
@@ -102,13 +104,17 @@ class StateEngine:
         collectives: Collectives | None = None,
         prefetch: int = 1,
         tiers: Mapping[str, Tier] | None = None,
+        more_rules: Sequence[Rule] = (),
     ) -> None:
-        self.model, self.plan, self.mesh, self.rule = model, plan, mesh, rule
+        self.model, self.plan, self.mesh = model, plan, mesh
         self.device = mesh.device
         self.stages: Stages | None = getattr(model, "partita_stages", None)
         self.bindings = bind_parameters(model)
         self._refuse_odd_dtypes()
-        self.layout = build_layout(_Spec(self.bindings), plan, dict.fromkeys(rule.states(), plan.precision.optimizer), optimizer)
+        self.rules = (rule, *more_rules)
+        rules = [RuleLayout.of(r, plan.precision.optimizer) for r in self.rules]
+        self.layout = build_layout(_Spec(self.bindings), plan, rules, optimizer)
+        self._refuse_rules()
         self._collectives = collectives or collectives_for(self.device)
         self._prefetch = prefetch
         self._homes = Homes(self.layout, tiers or {}, self.device)
@@ -140,6 +146,14 @@ class StateEngine:
             raise PartitaError(
                 f"parameters must be floating point; these are not: {', '.join(odd[:5])}. Register them as buffers."
             )
+
+    def _refuse_rules(self) -> None:
+        """What the plan has been checked for, asked of the parameters that are really there."""
+        segments = [(b, s) for b in self.layout.buckets if b.trainable for s in b.segments]
+        found = [rule_reason(self.rules[b.rule], s.shape, self.plan, cut=bool(b.axes)) for b, s in segments]
+        for (_, s), reason in zip(segments, found, strict=True):
+            if reason:
+                raise PartitaError(f"{s.name!r}: {reason}. Give it another rule by optimizer.groups.")
 
     def _groups(self, axes: tuple[str, ...], partial: tuple[str, ...]) -> Groups:
         """Groups of a bucket whose tensors are cut along `axes` and whose gradients are partial over `partial`."""
@@ -182,7 +196,7 @@ class StateEngine:
         self.units = [*blocks, self.root]
         self.buckets = [b for u in self.units for b in u.buckets]
         self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
-        self._updates = self._build_updates()
+        self._updates = build_updates(self.buckets, self.layout, self.rules, self._collectives)
         self._next, self._previous = self._neighbours()
         # in the order in which the next forward pass needs them
         self._far = self._make_far_updater([b for u in [self.root, *blocks] for b in u.trainable])
@@ -213,28 +227,8 @@ class StateEngine:
                 if held is not None and held.device != self.device:
                     module._buffers[key] = held.to(self.device)
 
-    def _build_updates(self) -> list[tuple[int, Update]]:
-        """One `Update` for each hyper-parameter group of what lies on the device: views are made once, not on every step."""
-        grouped: dict[int, list[tuple[Bucket, int, int]]] = {}
-        for bucket in self.buckets:
-            if bucket.layout.trainable:
-                for group, lo, hi in bucket.runs():
-                    if lo < bucket.keep:
-                        grouped.setdefault(group, []).append((bucket, lo, min(hi, bucket.keep)))
-        out = []
-        for group, ranges in sorted(grouped.items()):
-            update = Update(
-                [b.master.near[lo:hi] for b, lo, hi in ranges],
-                [b.arrays["gradient"].near[lo:hi] for b, lo, hi in ranges],
-                {k: [b.arrays[k].near[lo:hi] for b, lo, hi in ranges] for k in self.layout.states},
-                [b.own.near[lo:hi] if b.own is not b.master else None for b, lo, hi in ranges],
-            )
-            out.append((group, update))
-        return out
-
     def _make_far_updater(self, order: list[Bucket]) -> FarUpdater:
-        states = tuple(self.layout.states)
-        far = FarUpdater(order, self.layout.groups, states, self.rule, self.device, self._homes.lane)
+        far = FarUpdater(order, self.layout.groups, self.rules, self.device, self._homes.lane)
         for bucket in order if self._homes.any else []:
             bucket.wait_updated = lambda b=bucket: far.wait(b)  # type: ignore[misc]
         return far
@@ -447,9 +441,8 @@ class StateEngine:
         self._scale.fill_(factor / self.scaler.used)
         self.updates += 1
         self.settle()
-        for group, update in self._updates:
-            hyper = self.layout.groups[group]
-            self.rule.update(
+        for hyper, update in self._updates:
+            self.rules[hyper.rule].update(
                 update, step=self.updates, lr=lr * hyper.lr_scale, weight_decay=hyper.weight_decay, scale=self._scale
             )
         for bucket in self.buckets:
@@ -504,9 +497,10 @@ class StateEngine:
             raise PartitaError(f"no parameter is called {name!r}")
         self.settle()
         bucket, i = self._place[name]
-        array = bucket.master if kind == "parameter" else bucket.arrays.get(kind)
+        like_weights = [k for k in bucket.arrays if k not in bucket.formats or bucket.formats[k] == State(bucket.formats[k].dtype)]
+        array = bucket.master if kind == "parameter" else bucket.arrays[kind] if kind in like_weights else None
         if array is None:
-            known = dict.fromkeys(["parameter", *(k for k in bucket.arrays if k != "master")])
+            known = dict.fromkeys(["parameter", *(k for k in like_weights if k != "master")])
             raise PartitaError(f"{name!r} has no {kind!r}; it has {', '.join(known)}")
         s, source = bucket.layout.segments[i], array.whole()
         if source.numel() == bucket.layout.padded:
@@ -526,7 +520,8 @@ class StateEngine:
     def allocated(self, place: str = "accelerator") -> dict[str, int]:
         """Bytes of states at rest on this rank in one place, by category as `StateLayout.bytes`, read from the buffers themselves."""
         total = {}
-        kinds = {"parameters": ("parameter",), "gradients": ("gradient",), "optimizer": ("master", *self.layout.states)}
+        states = {k for rule in self.layout.rules for k in rule.states}
+        kinds = {"parameters": ("parameter",), "gradients": ("gradient",), "optimizer": ("master", *states)}
         for category, names in kinds.items():
             arrays = {id(b.arrays[k]): b.arrays[k] for b in self.buckets for k in names if k in b.arrays}
             if category == "optimizer":
@@ -555,7 +550,7 @@ class StateEngine:
                 a = lo + (hi - lo) * copy // copies
                 b = lo + (hi - lo) * (copy + 1) // copies
                 if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
-                    out += self._slices(bucket, s, a, b)
+                    out += slices_of(bucket, s, a, b)
             out += bucket.wire_slices()
         if not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline"):
             for name, tensor in self._saved_buffers():
@@ -574,26 +569,13 @@ class StateEngine:
         out: list[StateSlice] = []
         for bucket in self.buckets:
             for s, lo, hi in bucket.layout.owned(bucket.index):
-                out += self._slices(bucket, s, lo, hi)
+                out += slices_of(bucket, s, lo, hi)
             out += [replace(s, optional=True) for s in bucket.wire_slices()]
         for name, tensor in self._saved_buffers():
             out.append(
                 StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1))
             )
         return out
-
-    def _slices(self, bucket: Bucket, s: Segment, lo: int, hi: int) -> list[StateSlice]:
-        start = s.offset - bucket.index * bucket.layout.shard
-        kinds = {f"model.{s.name}": bucket.master}
-        if bucket.layout.trainable:
-            kinds |= {f"optimizer.{s.name}.{k}": bucket.arrays[k] for k in self.layout.states}
-        runs = list(s.part.runs(lo, hi)) or [(lo, lo, 0)] * (math.prod(s.part.shape) == 0)
-        return [
-            StateSlice(key, s.part.shape, data.dtype, to + a - start - at, to + b - start - at, data)
-            for key, array in kinds.items()
-            for at, to, n in runs
-            for a, b, data in array.spans(start + at, start + at + n)
-        ]
 
     def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
         hidden = {f"{p}.{k}" if p else k for p, m in self.model.named_modules() for k in m._non_persistent_buffers_set}
@@ -616,18 +598,6 @@ class StateEngine:
         """The counterpart of `extra_state`."""
         self.updates = int(state["updates"])
         self.scaler.load(state["scaler"])
-
-
-def initial(source: Source, segment: Segment) -> torch.Tensor:
-    """What a parameter begins with on this rank. Raises PartitaError where the source has another shape."""
-    part, reader = segment.part, getattr(source, "part", None)
-    value = reader(segment.name, part) if reader is not None and part.ranges else None
-    if value is None:
-        whole = source(segment.name, part.shape)
-        if tuple(whole.shape) != part.shape:
-            raise PartitaError(f"weights of {segment.name!r} have shape {tuple(whole.shape)}; the model wants {part.shape}")
-        value = part.take(whole)
-    return value
 
 
 class _Spec:

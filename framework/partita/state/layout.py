@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
 
 from partita.plan.plan import Layout, Placement, Plan, Precision, Tier, Tiers
+from partita.state.optimizers import BLOCK, Rule, State, formats_of, policy_of, rule_names
 from partita.state.parts import Part
 
 ALIGN = 64  # elements; keeps shards on cache-line and vector boundaries in every dtype
@@ -52,6 +53,7 @@ class Segment:
 class BucketLayout:
     """One flat buffer. `shard` elements for each of `shards` owners; the last ones may be padding.
 
+    rule: which of the update rules changes it; policy: where that lets it be cut (see `partita.state.optimizers.Rule`).
     axes: mesh axes along which other ranks hold other parts of the same tensors. partial: mesh axes whose ranks hold the same
     parameters and each a term of their gradients.
     """
@@ -63,6 +65,8 @@ class BucketLayout:
     shard: int
     axes: tuple[str, ...] = ()
     partial: tuple[str, ...] = ()
+    rule: int = 0
+    policy: str = "element"
 
     @property
     def padded(self) -> int:
@@ -109,11 +113,26 @@ class BucketLayout:
 
 
 @dataclass(frozen=True)
+class RuleLayout:
+    """What a layout needs to know of an update rule: where it lets buckets be cut, and its states, with their dtypes."""
+
+    policy: str
+    states: Mapping[str, State]
+
+    @classmethod
+    def of(cls, rule: Rule, dtype: str) -> RuleLayout:
+        """dtype: of the states that the rule leaves to `precision.optimizer`."""
+        formats = {name: replace(s, dtype=s.dtype or dtype) for name, s in formats_of(rule).items()}
+        return cls(policy_of(rule), formats)
+
+
+@dataclass(frozen=True)
 class HyperGroup:
-    """Hyper-parameters shared by some parameters: factor on the learning rate, weight decay (None: the rule has none)."""
+    """What some parameters share: factor on the learning rate, weight decay, which of the update rules."""
 
     lr_scale: float
     weight_decay: float
+    rule: int = 0
 
 
 def assign_groups(parameters: Iterable[ParameterLike], optimizer: Any) -> tuple[dict[str, int], list[HyperGroup]]:
@@ -123,42 +142,76 @@ def assign_groups(parameters: Iterable[ParameterLike], optimizer: Any) -> tuple[
     """
     groups: list[HyperGroup] = []
     index: dict[str, int] = {}
+    names = rule_names(optimizer)
     for p in parameters:
-        rule = next((g for g in optimizer.groups if any(fnmatchcase(p.name, m) for m in g.match)), None)
+        rule = next((g for g in optimizer.groups if _fits(g, p)), None)
         decay = optimizer.weight_decay if len(p.shape) > 1 or optimizer.decay_1d else 0.0
         if rule is not None and rule.weight_decay is not None:
             decay = rule.weight_decay
-        hyper = HyperGroup(rule.lr_scale if rule else 1.0, decay)
+        name = rule.optimizer if rule is not None and rule.optimizer else optimizer.name
+        hyper = HyperGroup(rule.lr_scale if rule else 1.0, decay, names.index(name))
         if hyper not in groups:
             groups.append(hyper)
         index[p.name] = groups.index(hyper)
     return index, groups
 
 
+def _fits(group: Any, p: ParameterLike) -> bool:
+    if group.max_dims is not None and len(p.shape) > group.max_dims:
+        return False
+    return any(fnmatchcase(p.name, m) for m in group.match)
+
+
 def build_buckets(
-    parameters: Sequence[ParameterLike], groups: Mapping[str, int], shards: Callable[[tuple[str, ...]], int]
+    parameters: Sequence[ParameterLike],
+    index: Mapping[str, int],
+    shards: Callable[[tuple[str, ...]], int],
+    groups: Sequence[HyperGroup] = (),
+    rules: Sequence[RuleLayout] = (),
 ) -> tuple[BucketLayout, ...]:
     """Buckets in order of first appearance. Inside one, parameters stand by hyper-parameter group, then in order of appearance.
 
-    shards: owners of a bucket, given the mesh axes along which its tensors are cut already.
+    index: parameter -> one of `groups`. shards: owners of a bucket, given the mesh axes along which its tensors are cut already.
     """
     keyed: dict[tuple[Any, ...], list[tuple[ParameterLike, Part]]] = {}
     for p in parameters:
         part = p.part or Part(tuple(p.shape))
-        keyed.setdefault((p.unit, p.trainable, part.axes, part.partial), []).append((p, part))
+        rule = groups[index[p.name]].rule if p.trainable and groups else 0
+        keyed.setdefault((p.unit, p.trainable, part.axes, part.partial, rule), []).append((p, part))
     buckets = []
-    for (unit, trainable, axes, partial), members in keyed.items():
-        segments: list[Segment] = []
-        offset = 0
-        for p, part in sorted(members, key=lambda member: groups.get(member[0].name, 0)):
-            if segments and segments[-1].group != groups.get(p.name, 0):
-                offset = math.ceil(offset / ALIGN) * ALIGN
-            segments.append(Segment(p.name, tuple(p.shape), offset, groups.get(p.name, 0), part))
-            offset += math.prod(p.shape)
+    for (unit, trainable, axes, partial, rule), members in keyed.items():
+        policy = rules[rule].policy if trainable and rules else "element"
+        members = sorted(members, key=lambda member: index.get(member[0].name, 0))
+        segments = [Segment(p.name, tuple(p.shape), 0, index.get(p.name, 0), part) for p, part in members]
         owners = shards(axes)
-        shard = math.ceil(max(offset, 1) / (owners * ALIGN)) * ALIGN
-        buckets.append(BucketLayout(unit, trainable, tuple(segments), owners, shard, axes, partial))
+        segments, shard = _pack(segments, owners) if policy == "tensor" else _line_up(segments, owners, policy)
+        buckets.append(BucketLayout(unit, trainable, tuple(segments), owners, shard, axes, partial, rule, policy))
     return tuple(buckets)
+
+
+def _line_up(segments: list[Segment], owners: int, policy: str) -> tuple[list[Segment], int]:
+    """One after the other, and elements of a shard."""
+    out: list[Segment] = []
+    offset, unit = 0, BLOCK if policy == "block" else ALIGN
+    for s in segments:
+        if out and (policy == "block" or out[-1].group != s.group):
+            offset = math.ceil(offset / unit) * unit
+        out.append(replace(s, offset=offset))
+        offset += s.numel
+    return out, math.ceil(max(offset, 1) / (owners * unit)) * unit
+
+
+def _pack(segments: list[Segment], owners: int) -> tuple[list[Segment], int]:
+    """Whole tensors to owners, the largest first to the one that has least (Graham 1969), and elements of a shard."""
+    loads = [0] * owners
+    places: list[tuple[int, int]] = [(0, 0)] * len(segments)
+    for i in sorted(range(len(segments)), key=lambda i: -segments[i].numel):
+        owner = loads.index(min(loads))
+        places[i] = (owner, loads[owner])
+        loads[owner] += math.ceil(segments[i].numel / ALIGN) * ALIGN
+    shard = max(ALIGN, *loads)
+    moved = [replace(s, offset=owner * shard + at) for s, (owner, at) in zip(segments, places, strict=True)]
+    return sorted(moved, key=lambda s: s.offset), shard
 
 
 @dataclass(frozen=True)
@@ -171,8 +224,19 @@ class StateLayout:
     precision: Precision
     layout: Layout
     accumulates: bool  # several micro-batches are summed before the reduction
-    states: Mapping[str, str] = field(default_factory=dict)  # optimizer state name -> dtype name
+    rules: tuple[RuleLayout, ...] = ()
     tiers: Tiers = field(default_factory=Tiers)
+
+    def states_of(self, bucket: BucketLayout) -> Mapping[str, State]:
+        """The states that the update rule of a bucket keeps."""
+        return self.rules[bucket.rule].states if bucket.trainable and self.rules else {}
+
+    def state_numel(self, bucket: BucketLayout, state: State) -> int:
+        """Elements of a state on a rank; of states of other shapes than the parameters, as many as the fullest rank has."""
+        if state.shape is None:
+            return bucket.shard // state.block
+        made = state.shape
+        return max(sum(math.prod(made(s.shape)) for s, _, _ in bucket.owned(i)) for i in range(bucket.shards))
 
     @property
     def separate_master(self) -> bool:
@@ -223,8 +287,8 @@ class StateLayout:
                 continue
             if self.separate_master:
                 yield "optimizer", b.shard, master, True
-            for dtype in self.states.values():
-                yield "optimizer", b.shard, size_of(dtype), True
+            for state in self.states_of(b).values():
+                yield "optimizer", self.state_numel(b, state), size_of(state.dtype or ""), True
             reduced_apart = bool(placement.optimizer) or self.tiers.gradients.place != "accelerator"
             if reduced_apart:
                 yield "gradients", b.shard, size_of(self.precision.gradient), True
@@ -257,21 +321,22 @@ def far_elements(numel: int, tier: Tier) -> int:
     return min(numel, round(numel * tier.fraction / ALIGN) * ALIGN)
 
 
-def build_layout(spec: Any, plan: Plan, states: Mapping[str, str], optimizer: Any) -> StateLayout:
+def build_layout(spec: Any, plan: Plan, rules: Sequence[RuleLayout], optimizer: Any) -> StateLayout:
     """The layout of a model (anything with `.parameters` of ParameterLike) under a plan.
 
-    states: optimizer state name -> dtype name, from the update rule. optimizer: the config node, for parameter groups.
+    rules: in the order of `rule_names`. optimizer: the config node, for parameter groups.
     """
     index, groups = assign_groups([p for p in spec.parameters if p.trainable], optimizer)
     shards = plan.layout.size(plan.placement.optimizer)
     cut = plan.placement.optimizer
-    buckets = build_buckets(spec.parameters, index, lambda axes: plan.layout.size(tuple(a for a in cut if a not in axes)))
+    owners = lambda axes: plan.layout.size(tuple(a for a in cut if a not in axes))  # noqa: E731
+    buckets = build_buckets(spec.parameters, index, owners, groups, rules)
     placement = plan.placement
     if shards == 1:  # cut in one part is not cut, but weights that leave the device are released between uses
         placement = Placement(parameters=placement.parameters if plan.tiers.parameters.place != "accelerator" else ())
     several = plan.schedule.reduce_every > 1 or not placement.gradients
     accumulates = plan.schedule.micro_batches > 1 and several
-    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, dict(states), plan.tiers)
+    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, tuple(rules), plan.tiers)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from partita_kernels import adamw_, sgd_
+from partita.plan.plan import Plan
+from partita_kernels import adamw_, lion_, sgd_
+from partita_kernels.rounding import BLOCK8, Rounding
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Rule(Protocol):
     """Slot `optimizer`: a builder `(config.optimizer) -> Rule`.
 
     A rule may have more: `policy` (how buckets may be cut: `element` anywhere, the default; `block` between blocks of `BLOCK` elements
-    of a parameter; `tensor` between parameters), `per_tensor` (see `Update`), `formats`, a method that gives a `State` for each name,
-    and `refuses(name, shape)`, the reason why a parameter can't be updated, or "".
+    of a parameter; `tensor` between parameters), `per_tensor` (see `Update`), `narrow` (its states may be bfloat16), `formats`, a
+    method that gives a `State` for each name, and `refuses(shape)`, the reason why such a parameter can't be updated, or "".
     """
 
     def states(self) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ class Rule(Protocol):
         """Change weights, states and copies in place. step counts from 1; scale (0-d float32) multiplies the gradients first."""
 
 
-BLOCK = 256  # elements of the layout policy `block`
+BLOCK = BLOCK8  # elements of the layout policy `block`
 
 
 def policy_of(rule: Rule) -> str:
@@ -85,26 +87,68 @@ def formats_of(rule: Rule) -> dict[str, State]:
     return dict.fromkeys(rule.states(), State()) if special is None else {k: special()[k] for k in rule.states()}
 
 
+def rounding_of(update: Update, step: int) -> Rounding | None:
+    """Narrow states are rounded at random: to nearest, a moment that changes by less than half a unit would never move."""
+    narrow = any(t.dtype != torch.float32 for values in update.states.values() for t in values[:1])
+    return Rounding(0, step, update.keys) if narrow else None
+
+
+def rule_reason(rule: Rule, shape: tuple[int, ...], plan: Plan, cut: bool) -> str:
+    """Why a rule can't update a tensor of that shape under a plan; "" where it can. cut: whether model axes cut the tensor."""
+    refuses: Callable[[tuple[int, ...]], str] = getattr(rule, "refuses", lambda _: "")
+    name = type(rule).__name__
+    if reason := refuses(shape):
+        return reason
+    whole = is_per_tensor(rule) or policy_of(rule) != "element"
+    if whole and cut:
+        return f"{name} needs whole tensors, and tensor or expert parallelism cuts this one"
+    away = {t.place for t in (plan.tiers.parameters, plan.tiers.gradients, plan.tiers.optimizer)} - {"accelerator"}
+    if whole and away:
+        return f"{name} needs whole tensors or blocks, which states on tier {min(away)!r} are not"
+    if plan.precision.optimizer != "float32" and not getattr(rule, "narrow", False):
+        return f"{name} has no states in {plan.precision.optimizer}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba 2015, algorithm 1); decoupled: AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
+    """Adam (Kingma and Ba 2015, algorithm 1); decoupled: AdamW (Loshchilov and Hutter 2019, algorithm 2).
+
+    bits8: moments of 8 bits with a scale for each block of 256 elements (in the spirit of Dettmers et al. 2022; see `adamw_`): 2.03 bytes
+    for each weight in place of 8.
+    """
 
     beta1: float
     beta2: float
     eps: float
     decoupled: bool
+    bits8: bool = False
+    narrow = True
+
+    @property
+    def policy(self) -> str:
+        """See `Rule`."""
+        return "block" if self.bits8 else "element"
 
     def states(self) -> tuple[str, ...]:
-        """First and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+        """First and second moment, and their scales."""
+        return ("exp_avg", "exp_avg_sq") + (("exp_avg_scale", "exp_avg_sq_scale") if self.bits8 else ())
+
+    def formats(self) -> dict[str, State]:
+        """See `Rule`."""
+        if not self.bits8:
+            return dict.fromkeys(self.states(), State())
+        codes, scale = State("uint8"), State("float32", BLOCK)
+        return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_scale": scale, "exp_avg_sq_scale": scale}
 
     def update(self, update: Update, *, step: int, lr: float, weight_decay: float, scale: torch.Tensor) -> None:
         """See `Rule`."""
+        states = update.states
         adamw_(
             list(update.master),
             list(update.gradients),
-            list(update.states["exp_avg"]),
-            list(update.states["exp_avg_sq"]),
+            list(states["exp_avg"]),
+            list(states["exp_avg_sq"]),
             copies=list(update.copies),
             step=step,
             lr=lr,
@@ -115,6 +159,36 @@ class Adam:
             decoupled=self.decoupled,
             scale=scale,
             skip=None,
+            scales=(list(states["exp_avg_scale"]), list(states["exp_avg_sq_scale"])) if self.bits8 else None,
+            rounding=rounding_of(update, step),
+        )
+
+
+@dataclass(frozen=True)
+class Lion:
+    """Lion (Chen et al. 2023, algorithm 2): the sign of an interpolated momentum; decay is decoupled."""
+
+    beta1: float
+    beta2: float
+    narrow = True
+
+    def states(self) -> tuple[str, ...]:
+        """The momentum."""
+        return ("exp_avg",)
+
+    def update(self, update: Update, *, step: int, lr: float, weight_decay: float, scale: torch.Tensor) -> None:
+        """See `Rule`."""
+        lion_(
+            list(update.master),
+            list(update.gradients),
+            list(update.states["exp_avg"]),
+            copies=list(update.copies),
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=weight_decay,
+            scale=scale,
+            rounding=rounding_of(update, step),
         )
 
 
@@ -124,6 +198,7 @@ class Sgd:
 
     momentum: float
     nesterov: bool
+    narrow = True
 
     def states(self) -> tuple[str, ...]:
         """A momentum buffer, if there is momentum."""
@@ -142,6 +217,7 @@ class Sgd:
             weight_decay=weight_decay,
             scale=scale,
             skip=None,
+            rounding=rounding_of(update, step),
         )
 
 
@@ -158,3 +234,18 @@ def make_adam(config: Any) -> Rule:
 def make_sgd(config: Any) -> Rule:
     """`config` is the optimizer node."""
     return Sgd(config.momentum, config.nesterov)
+
+
+def make_adamw8bit(config: Any) -> Rule:
+    """`config` is the optimizer node."""
+    return Adam(config.betas[0], config.betas[1], config.eps, decoupled=True, bits8=True)
+
+
+def make_lion(config: Any) -> Rule:
+    """`config` is the optimizer node; `betas` of the paper are 0.9 and 0.99."""
+    return Lion(config.betas[0], config.betas[1])
+
+
+def rule_names(config: Any) -> list[str]:
+    """Names in slot `optimizer` that an optimizer node asks for: its own, then those of groups."""
+    return list(dict.fromkeys([config.name, *(g.optimizer for g in config.groups if g.optimizer)]))

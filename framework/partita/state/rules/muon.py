@@ -28,9 +28,9 @@ class Muon:
         """The momentum."""
         return ("momentum",)
 
-    def refuses(self, name: str, shape: tuple[int, ...]) -> str:
+    def refuses(self, shape: tuple[int, ...]) -> str:
         """See `Rule`."""
-        return "" if len(shape) == 2 else f"Muon updates matrices, and it has {len(shape)} dimensions"
+        return "" if len(shape) == 2 else f"Muon updates matrices, not tensors of {len(shape)} dimensions"
 
     def update(self, update: Update, *, step: int, lr: float, weight_decay: float, scale: torch.Tensor) -> None:
         """See `Rule`. The iterations run in the dtype of the weights that compute reads."""

@@ -42,9 +42,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements of one bucket's shard. runs: (hyper-parameter group, lo, hi) in elements of the extent."""
+    """Elements [lo, lo + size) of one bucket's shard. runs: (hyper-parameter group, lo, hi) in elements of the extent."""
 
     bucket: int
+    lo: int
     size: int
     place: torch.device
     operands: tuple[Operand, ...]
@@ -110,12 +111,11 @@ class FarUpdater:
         self,
         buckets: Sequence[Bucket],
         groups: Sequence[HyperGroup],
-        states: Sequence[str],
-        rule: Rule,
+        rules: Sequence[Rule],
         device: torch.device,
         lane: Lane,
     ) -> None:
-        self._buckets, self._groups, self._states, self._rule = list(buckets), groups, list(states), rule
+        self._buckets, self._groups, self._rules = list(buckets), groups, rules
         self._index = {id(b): i for i, b in enumerate(self._buckets)}
         self._device, self._lane = device, lane
         self._extents = [e for i, b in enumerate(self._buckets) for e in self._cut(i, b)]
@@ -132,12 +132,12 @@ class FarUpdater:
             return []
         away = any(
             bucket.arrays[k].far is not None
-            for k in ("master", *self._states)
+            for k in ("master", *bucket.formats)
             if bucket.arrays[k] is not bucket.arrays["parameter"]
         )
         place = HOST if away else self._device
         separate = bucket.arrays["master"] is not bucket.arrays["parameter"]
-        uses = [("master", True, True), *((k, True, True) for k in self._states), ("gradient", True, False)]
+        uses = [("master", True, True), *((k, True, True) for k in bucket.formats), ("gradient", True, False)]
         uses += [("parameter", False, True)] if separate else []
         runs = list(bucket.runs())
         out = []
@@ -147,7 +147,7 @@ class FarUpdater:
             operands = tuple(Operand(k, *self._operand(bucket.arrays[k], lo, hi, place), r, w) for k, r, w in uses)
             own = tuple((g, max(a, lo) - lo, min(b, hi) - lo) for g, a, b in runs if a < hi and b > lo)
             if own:
-                out.append(Extent(index, hi - lo, place, operands, own))
+                out.append(Extent(index, lo, hi - lo, place, operands, own))
         return out
 
     def _direct(self, array: Array, lo: int, hi: int, place: torch.device) -> tuple[Store, torch.Tensor | None, int]:
@@ -227,16 +227,18 @@ class FarUpdater:
         extent = slot.extent
         assert extent is not None
         values, copies = slot.values, any(o.name == "parameter" for o in extent.operands)
+        bucket = self._buckets[extent.bucket]
         for group in dict.fromkeys(g for g, _, _ in extent.runs):
             ranges = [(lo, hi) for g, lo, hi in extent.runs if g == group]
             hyper = self._groups[group]
             update = Update(
                 [values["master"][lo:hi] for lo, hi in ranges],
                 [values["gradient"][lo:hi] for lo, hi in ranges],
-                {k: [values[k][lo:hi] for lo, hi in ranges] for k in self._states},
+                {k: [values[k][lo:hi] for lo, hi in ranges] for k in bucket.formats},
                 [values["parameter"][lo:hi] if copies else None for lo, hi in ranges],
+                [bucket.key + extent.lo + lo for lo, _ in ranges],
             )
-            self._rule.update(
+            self._rules[hyper.rule].update(
                 update, step=step, lr=lr * hyper.lr_scale, weight_decay=hyper.weight_decay, scale=scales[extent.place]
             )
         if extent.place.type != "cpu":
