@@ -270,7 +270,14 @@ def memory(rank: int, world: int, placement: str, precision: str, tiers: Tiers, 
     """Bytes of states between the micro-batches of an update, by place: (planned, allocated)."""
     from reference import Model, batch, loss_sum
 
-    plan = make_plan(world, placement, precision=BF16 if precision == "bf16" else Precision(), micro_batches=parts, tiers=tiers, replicate=replicate)
+    plan = make_plan(
+        world,
+        placement,
+        precision=BF16 if precision == "bf16" else Precision(),
+        micro_batches=parts,
+        tiers=tiers,
+        replicate=replicate,
+    )
     config = OptimizerConfig()
     mesh = Mesh(plan.layout, rank, torch.device("cpu"))
     engine = StateEngine(Model(), plan, mesh, config, make_adamw(config), tiers=make_tiers(rank, tiers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import MEMORY, memory_total
@@ -107,7 +108,7 @@ def check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
     from partita.state.layout import assign_groups  # torch is imported only where a plan is made
     from partita.state.optimizers import rule_reason
 
-    trained = [p for p in draft.model.parameters if p.trainable]
+    trained: list[Any] = [p for p in draft.model.parameters if p.trainable]
     index, groups = assign_groups(trained, draft.config.optimizer)
     cut = plan.layout.tensor > 1 or plan.layout.expert > 1
     found: dict[str, list[str]] = {}
@@ -117,7 +118,9 @@ def check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
             found.setdefault(reason, []).append(p.name)
     remedy = "Choose another rule, or give these parameters one: optimizer.groups=[{match: [PATTERN], optimizer: adamw}]."
     return [
-        Problem("optimizer.name", f"{reason} ({len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}).", remedy)
+        Problem(
+            "optimizer.name", f"{reason} ({len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}).", remedy
+        )
         for reason, names in found.items()
     ]
 

@@ -101,7 +101,12 @@ def nested_all_gather(collectives: Collectives, buffer: torch.Tensor, levels: Se
 
 
 def nested_reduce_scatter(
-    collectives: Collectives, output: torch.Tensor, source: torch.Tensor, levels: Sequence[Group], wire: torch.dtype, accumulate: bool
+    collectives: Collectives,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    levels: Sequence[Group],
+    wire: torch.dtype,
+    accumulate: bool,
 ) -> Work:
     """Sum `source` over all groups; this rank's innermost part (see `nested_all_gather`) goes into `output`.
 

@@ -116,7 +116,9 @@ class Bucket:
         self._held, self._narrower = self._make_held(compute)
         self._stale = self._narrower  # other ranks have changed their shards in `_held`
         # The shard of the weights that compute reads: in place where the whole bucket stays.
-        parameter = self._held if self.cut and not self._narrower else Array(self._mine_held() if self.cut else self._mine(self.full))
+        parameter = Array(self._mine_held() if self._narrower else self._mine(self.full))
+        if self._held is not None and not self._narrower:
+            parameter = self._held
         # `parameter`, and of trainable buckets `master`, `gradient` and the optimizer's states
         self.arrays: dict[str, Array] = {"parameter": parameter}
         self.weights = Weights.GATHERED
@@ -129,7 +131,8 @@ class Bucket:
         if layout.trainable:
             self.arrays["master"] = homes.array("optimizer", n, master) if compute != master else parameter
             self.arrays |= {
-                k: homes.array("optimizer", state.state_numel(layout, f), dtype_of(f.dtype or "")) for k, f in self.formats.items()
+                k: homes.array("optimizer", state.state_numel(layout, f), dtype_of(f.dtype or ""))
+                for k, f in self.formats.items()
             }
             self.arrays["gradient"] = self._make_gradient(n, device)
         # elements that lie on the device in every state

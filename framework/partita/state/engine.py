@@ -35,53 +35,13 @@ from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
 from partita.state.stored import Source, initial, slices_of
 from partita.state.tiers import FarUpdater, Homes, Tier
-from partita.state.updates import build_updates
+from partita.state.unit import Unit
 from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
+from partita.state.updates import build_updates
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
 WIRE_DTYPES = ("bfloat16", "float16")
 Gradient = torch.Tensor | Callable[[], torch.Tensor]  # or what computes it
-
-
-class Unit:
-    """A module whose states are gathered and reduced together."""
-
-    def __init__(self, name: str, module: nn.Module, buckets: list[Bucket]) -> None:
-        self.name, self.module, self.buckets = name, module, buckets
-        self.trainable = [b for b in buckets if b.layout.trainable]
-        self.expected = sum(len(b.layout.segments) for b in self.trainable)
-        self.arrived = 0
-        self.held = 0  # reasons to keep the weights whole
-
-    def gather(self) -> None:
-        """Start gathering what is not whole."""
-        for bucket in self.buckets:
-            bucket.gather()
-
-    def fetch(self) -> None:
-        """Start to read what lies in a tier that is slow."""
-        for bucket in self.buckets:
-            bucket.fetch()
-
-    def wait_gathered(self) -> None:
-        """Have all weights whole."""
-        for bucket in self.buckets:
-            bucket.wait_gathered()
-
-    def free(self) -> None:
-        """Keep only this rank's shard, where the placement says so and nobody holds the unit."""
-        if not self.held:
-            for bucket in self.buckets:
-                bucket.free()
-
-    def hold(self) -> None:
-        """Keep the weights whole, once they are gathered, until as many calls of `release`."""
-        self.held += 1
-
-    def release(self) -> None:
-        """The counterpart of `hold`; the last one frees."""
-        self.held -= 1
-        self.free()
 
 
 class StateEngine:
@@ -497,7 +457,9 @@ class StateEngine:
             raise PartitaError(f"no parameter is called {name!r}")
         self.settle()
         bucket, i = self._place[name]
-        like_weights = [k for k in bucket.arrays if k not in bucket.formats or bucket.formats[k] == State(bucket.formats[k].dtype)]
+        like_weights = [
+            k for k in bucket.arrays if k not in bucket.formats or bucket.formats[k] == State(bucket.formats[k].dtype)
+        ]
         array = bucket.master if kind == "parameter" else bucket.arrays[kind] if kind in like_weights else None
         if array is None:
             known = dict.fromkeys(["parameter", *(k for k in like_weights if k != "master")])

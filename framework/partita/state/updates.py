@@ -29,13 +29,15 @@ def build_updates(
             continue
         ranges = [(b, lo, min(hi, b.keep), None) for b in members for g, lo, hi in b.runs() if g == number and lo < b.keep]
         if ranges:
-            out.append((group, Update(*_views(ranges), keys=[b.key + lo for b, lo, _, _ in ranges])))
+            out.append((group, Update(*_views(ranges, rule.states()), keys=[b.key + lo for b, lo, _, _ in ranges])))
     return out
 
 
 def _tensor_ranges(bucket: Bucket, group: int) -> list[Range]:
     base = bucket.index * bucket.layout.shard
-    owned = [(s, s.offset + lo - base, s.offset + hi - base) for s, lo, hi in bucket.layout.owned(bucket.index) if s.group == group]
+    owned = [
+        (s, s.offset + lo - base, s.offset + hi - base) for s, lo, hi in bucket.layout.owned(bucket.index) if s.group == group
+    ]
     return [(bucket, lo, hi, s) for s, lo, hi in owned if hi > lo]
 
 
@@ -49,7 +51,7 @@ def _per_tensor(members: list[Bucket], group: int, ranges: list[Range], collecti
         collectives.all_reduce(values, ranks).wait()
 
     return Update(
-        *_views(ranges),
+        *_views(ranges, list(members[0].formats)),
         keys=[b.key + lo for b, lo, _, _ in ranges],
         shapes=[s.shape for s in inside],
         tensors=[place[s.name] for s in inside],
@@ -58,9 +60,10 @@ def _per_tensor(members: list[Bucket], group: int, ranges: list[Range], collecti
     )
 
 
-def _views(ranges: list[Range]) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]], list[torch.Tensor | None]]:
+def _views(
+    ranges: list[Range], names: Sequence[str]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, list[torch.Tensor]], list[torch.Tensor | None]]:
     """Master weights, gradients, states and copies of ranges whose buckets have one rule."""
-    names = list(ranges[0][0].formats) if ranges else []
     return (
         [b.master.near[lo:hi] for b, lo, hi, _ in ranges],
         [b.arrays["gradient"].near[lo:hi] for b, lo, hi, _ in ranges],

@@ -24,6 +24,7 @@ from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
 from partita.runtime.transport import LoggedTransport, Transport
 from partita.state.engine import StateEngine
+from partita.state.optimizers import rule_names
 from partita.state.tiers import Tier, TierRequest
 from partita.train.checkpoint import Checkpointer
 from partita.train.metrics import MetricsFile
@@ -122,13 +123,13 @@ def _build(run: Run) -> None:
     for transform in registry.transforms(run.plan):
         model = transform.apply(model, run)
     run.model = model.train()
-    rule = registry.provide("optimizer", config.optimizer.name)(config.optimizer)
+    rule, *others = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
     run.transport = LoggedTransport() if run.plan.collectives.log else Transport()
     context = CollectiveContext(run.mesh, run.plan, run.transport)
     collectives = registry.provide("collective", run.plan.collectives.provider)(context)
     prefetch = int(run.plan.extensions.get("prefetch", 1))
     tiers = _make_tiers(run)
-    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch, tiers)
+    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch, tiers, others)
     run.engine.materialize(weight_source(model, config.seed))
     objective = getattr(model, "partita_loss", "causal")
     run.step_context = _step_context(
