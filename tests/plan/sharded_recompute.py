@@ -13,7 +13,7 @@ from partita.plan.model_spec import inspect_model
 from partita.plan.plan import Activations, Layout, Placement, Plan, Precision, Schedule
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
-from partita.state.layout import build_layout
+from partita.state.layout import RuleLayout, build_layout
 from partita.state.optimizers import make_adamw
 from partita_recompute.checkpoint import recompute
 
@@ -26,7 +26,7 @@ def train(rank: int, world: int, placement: Placement, activations: Activations,
     config = OptimizerConfig()
     plan = Plan(Layout(shard=world), Schedule(8, 8 // world // parts, parts), precision, placement, activations=activations)
     planned = layout_bytes(
-        build_layout(inspect_model(model), plan, dict.fromkeys(("exp_avg", "exp_avg_sq"), precision.optimizer), config)
+        build_layout(inspect_model(model), plan, [RuleLayout.of(make_adamw(config), precision.optimizer)], config)
     )
     model = recompute(model, activations)
     engine = StateEngine(model, plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_adamw(config))
