@@ -90,10 +90,10 @@ class OptimizerGroup:
     """Settings of the parameters whose name matches `match` (shell patterns); the first group that fits wins."""
 
     match: list[str] = field(default_factory=list)
-    max_dims: int | None = None  # only parameters of at most this many dimensions (1: vectors and scalars); default: any
-    optimizer: str | None = None  # update rule of these parameters; default: optimizer.name
     lr_scale: float = 1.0  # factor on optimizer.lr
     weight_decay: float | None = None  # default: optimizer.weight_decay
+    max_dims: int | None = None  # only parameters of at most this many dimensions (1: vectors and scalars); default: any
+    optimizer: str | None = None  # update rule of these parameters; default: optimizer.name
 
 
 @dataclass
