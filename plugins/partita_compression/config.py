@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class CompressionConfig:
     """A wire format for each purpose; `native` is the dtype that precision says."""
 
-    # gradients, when they are reduced: native, bfloat16, float16, int8, onebit; sums are made in float32 all the same
+    # gradients, when they are reduced: native, bfloat16, float16, int8, int4, fp8, onebit; sums are made in float32 all the same
     gradient_reduce: str = "native"
-    # weights, when they are gathered: native, int8 (ZeRO++, Wang et al. 2023, section 3.1); only where zero cuts the parameters
+    # weights, when they are gathered: native, int8, fp8 (ZeRO++, Wang et al. 2023, section 3.1); only where zero cuts the parameters
     parameter_gather: str = "native"
     # keep what packing loses and send it with the next message (Seide et al. 2014); null: where the format needs it (onebit).
     # Costs 4 bytes a parameter on each rank (and 4 more for the part it sums, where all ranks need the sum)

@@ -14,7 +14,7 @@ from partita_kernels import quantize, signs
 
 
 class Format(Protocol):
-    """How elements travel. `lossy_sum`: whether what a packet loses must be fed back for training to converge."""
+    """How elements travel. needs_feedback: what a packet loses must be sent later for training to converge."""
 
     name: str
     needs_feedback: bool
@@ -29,27 +29,35 @@ class Format(Protocol):
         """out: contiguous 1-D float [n], written, or added to in float32. A block that held a NaN or Inf comes back not finite."""
 
 
-class Int8:
-    """8 bits and a scale for 256 elements: 1.016 bytes an element."""
+class Blocks:
+    """Codes of 8 or 4 bits with a scale for 256 elements: 1.016 or 0.516 bytes an element. kernel: name in `partita_kernels.quantize`."""
 
-    name, block, needs_feedback = "int8", 256, False
+    block, needs_feedback = 256, False
+
+    def __init__(self, name: str, kernel: str) -> None:
+        self.name, self.kernel = name, kernel
+        self._format = quantize.find(kernel)
 
     def size(self, n: int) -> int:
         """See `Format`."""
-        return n + 4 * -(-n // self.block)
+        return self._codes(n) + 4 * -(-n // self.block)
+
+    def _codes(self, n: int) -> int:
+        return -(-n // self._format.per_byte // 4) * 4
 
     def _parts(self, packet: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return packet[:n].view(torch.int8), packet[n:].view(torch.float32)
+        codes = packet[: -(-n // self._format.per_byte)].view(self._format.dtype)
+        return codes, packet[self._codes(n) :].view(torch.float32)
 
     def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
         """See `Format`."""
-        q, scales = self._parts(packet, x.numel())
-        quantize.QUANTIZE.on(x.device)(x, q, scales, self.block)
+        codes, scales = self._parts(packet, x.numel())
+        quantize.quantize_blocks_([x], [codes], [scales], self.kernel, self.block)
 
     def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
         """See `Format`."""
-        q, scales = self._parts(packet, out.numel())
-        quantize.DEQUANTIZE.on(out.device)(q, scales, out, self.block, add)
+        codes, scales = self._parts(packet, out.numel())
+        quantize.dequantize_blocks_([codes], [scales], [out], self.kernel, self.block, add)
 
 
 class OneBit:
@@ -76,4 +84,6 @@ class OneBit:
         signs.UNPACK.on(out.device)(bits, scales, out, self.block, add)
 
 
-FORMATS: dict[str, Format] = {f.name: f for f in (Int8(), OneBit())}
+FORMATS: dict[str, Format] = {
+    f.name: f for f in (Blocks("int8", "int8"), Blocks("int4", "int4"), Blocks("fp8", "fp8_e4m3"), OneBit())
+}

@@ -12,8 +12,8 @@ from partita_compression.config import CompressionConfig
 from partita_compression.settings import EXTENSION, Settings
 
 CASTS = ("native", "bfloat16", "float16")  # the built-in collectives do these
-BLOCKS = ("int8", "onebit")
-FORMATS = {"gradient_reduce": (*CASTS, *BLOCKS), "parameter_gather": ("native", "int8")}
+BLOCKS = ("int8", "int4", "fp8", "onebit")
+FORMATS = {"gradient_reduce": (*CASTS, *BLOCKS), "parameter_gather": ("native", "int8", "fp8")}
 NEEDS_FEEDBACK = ("onebit",)
 ALIASES = {"none": "native", "bf16": "bfloat16", "fp16": "float16"}
 ALGORITHMS = ("flat", "hierarchical")

@@ -53,12 +53,12 @@ def sum_with_feedback(rank: int, world: int, format: str) -> tuple[torch.Tensor,
     return total + held[mine], true, float((total - true).norm() / true.norm())
 
 
-@pytest.mark.parametrize("format", ["int8", "onebit"])
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "onebit"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_errors_hold_exactly_what_has_not_arrived(format: str, world: int) -> None:
     for got, want, off in run_ranks(world, sum_with_feedback, format):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-        assert off < (0.01 if format == "int8" else 0.6)
+        assert off < {"int8": 0.01, "int4": 0.1, "fp8": 0.02, "onebit": 0.6}[format]
 
 
 def sum_everywhere(rank: int, world: int, format: str, feedback: bool, n: int) -> tuple[torch.Tensor, torch.Tensor, int]:
