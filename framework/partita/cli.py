@@ -103,11 +103,11 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
         write_config(info.dir / "config.yaml", plain)
     spec = RunSpec(to_plain(planned.config), planned.plan, info, planned.plan.layout.world, registry.blocked)
     bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
-    again = replanner(config, info, registry, bounds.min_ranks, spec.ranks)
+    again = replanner(config, info, registry, bounds.min_ranks, planned.plan)
     return launch_lasting(worker, spec, again, bounds)
 
 
-def replanner(config: Any, info: JobInfo, registry: Registry, least: int, full: int) -> Callable[[int], Any]:
+def replanner(config: Any, info: JobInfo, registry: Registry, least: int, plan: Any) -> Callable[[int], Any]:
     """A function from a number of ranks to the same run for that many, or as few less as a plan needs: same global batch.
 
     It returns None where fewer than `least` are left, or no plan exists.
@@ -123,7 +123,7 @@ def replanner(config: Any, info: JobInfo, registry: Registry, least: int, full: 
 
     def again(ranks: int) -> RunSpec | None:
         for count in range(ranks, least - 1, -1):
-            changed = config if count == full else with_ranks(config, count)
+            changed = config if count == plan.layout.world else with_ranks(config, count, plan.schedule.global_batch)
             planned = make_plan(changed, registry)
             if not planned.problems:
                 planned.save(info.dir)
@@ -136,10 +136,10 @@ def replanner(config: Any, info: JobInfo, registry: Registry, least: int, full: 
     return again
 
 
-def with_ranks(config: Any, ranks: int) -> Any:
-    """The config for another number of ranks: the data axis follows, all other degrees stay as they were asked for."""
+def with_ranks(config: Any, ranks: int, global_batch: int) -> Any:
+    """The config for another number of ranks: the data axis follows, all other degrees and the global batch stay."""
     changed = copy.deepcopy(config)
-    changed.launch.ranks = ranks
+    changed.launch.ranks, changed.train.global_batch = ranks, global_batch
     parallel = getattr(changed, "parallel", None)
     for axis in ("data", "replicate"):
         if hasattr(parallel, axis):

@@ -55,7 +55,8 @@ def partita_check(plan: Any, draft: Any) -> list[Problem]:
         problems.append(Problem("faults.rank", f"there is no rank {f.rank}.", f"Use a rank from 0 to {plan.layout.world - 1}."))
     if f.step < 1:
         problems.append(Problem("faults.step", f"{f.step} is no step.", "Give a number of at least 1."))
-    if f.kind == "unreadable" and not 0 < draft.config.train.save_every < f.step:
+    every = draft.config.train.save_every
+    if f.kind == "unreadable" and not (isinstance(every, int) and 0 < every < f.step):
         problems.append(
             Problem("faults.step", "there is no checkpoint yet to damage.", "Set train.save_every to less than faults.step.")
         )

@@ -18,6 +18,7 @@ import commands
 from partita.cli import replanner, with_ranks
 from partita.config.compose import compose_config, registry_for
 from partita.config.job import JobInfo
+from partita.plan.make import make_plan
 
 BATCH = ("train.global_batch=12", "lr_schedule=constant", "train.save_every=5")
 
@@ -63,11 +64,13 @@ def test_a_run_below_its_bounds_fails(tmp_path: Path) -> None:
 )
 def test_the_plan_is_made_again(overrides: tuple[str, ...], left: int, ranks: int | None, tmp_path: Path) -> None:
     config, _ = compose_config([*commands.TINY, *BATCH, *overrides])
-    again = replanner(config, JobInfo(tmp_path, "x"), registry_for(()), config.launch.min_ranks, 4)
+    first = make_plan(config, registry_for(())).plan
+    assert first.layout.world == 4
+    again = replanner(config, JobInfo(tmp_path, "x"), registry_for(()), config.launch.min_ranks, first)
     spec: Any = again(left)
     assert (spec.ranks if spec else None) == ranks
     if spec:
         assert spec.plan.schedule.global_batch == config.train.global_batch
         assert spec.plan.layout.world == ranks
         assert config.parallel.data == compose_config([*commands.TINY, *overrides])[0].parallel.data  # not touched
-        assert with_ranks(config, 1).launch.ranks == 1
+        assert with_ranks(config, 1, 12).launch.ranks == 1

@@ -41,7 +41,7 @@ NOT_NEGATIVE = (
     "train.z_loss",
     "train.eval_every",
     "train.eval_batches",
-    "train.save_every",
+    "train.mtbf",
     "train.keep_best",
     "train.sample",
     "lr_schedule.minimum",
@@ -146,6 +146,12 @@ def _words(config: Any) -> Iterator[Problem]:
         value = _get(config, key)
         if value != "auto" and (not isinstance(value, int) or value < 1):
             yield Problem(key, f"{value!r} is neither a count nor auto", "give a whole number of at least 1, or auto")
+    every = config.train.save_every
+    if every != "auto" and (not isinstance(every, int) or every < 0):
+        yield Problem("train.save_every", f"{every!r} is neither a count nor auto", "give 0 or more steps, or auto")
+    if every == "auto" and not config.train.mtbf:
+        reason = "the best interval depends on how often the run fails"
+        yield Problem("train.mtbf", reason, "give the mean seconds between failures, or train.save_every=<steps>")
 
 
 def _choices(value: Any, known: Any) -> str:

@@ -141,7 +141,10 @@ class TrainConfig:
     eval_every: int = 0  # steps between evaluations; 0: only at the end
     eval_batches: int = 0  # global batches of one evaluation; 0: the whole validation set
     eval_at_end: bool = True
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    save_every: int | str = (
+        0  # steps between checkpoints; 0: only at the end; auto: as mtbf and the cost of a save tell (Young 1974)
+    )
+    mtbf: float = 0.0  # mean seconds between failures of the whole run, for save_every=auto
     save_at_end: bool = True
     async_save: bool = True  # write in the background
     save_optimizer: bool = True  # false: checkpoints hold no optimizer states; going on from them starts moments at zero

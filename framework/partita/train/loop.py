@@ -16,6 +16,7 @@ from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
 from partita.runtime.transport import LoggedTransport
+from partita.train.interval import SaveClock
 from partita.train.progress import Progress
 from partita.train.resume import save
 from partita.train.run import Run
@@ -68,7 +69,7 @@ def train(run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {"status": "done", "steps": config.steps}
     metrics: dict[str, Any] = {}
     saved = run.step
-    clock = StepClock()
+    clock, saves = StepClock(), SaveClock(config.save_every, config.mtbf, run.mesh)
     with Progress(config.steps, config.log_every, enabled=run.rank == 0) as progress:
         for step, batches in run.data.iterate(run.step + 1):
             if step > config.steps:
@@ -84,8 +85,10 @@ def train(run: Run) -> dict[str, Any]:
                 clock.lap()
             if signal:
                 _stop(run, signal, saved != step)
-            if config.save_every and step % config.save_every == 0:
+            if saves.due(step):
+                begun = time.perf_counter()
                 saved = step if _save(run, score) else saved
+                saves.saved(step, time.perf_counter() - begun)
             _poll(run)
         summary |= _finish(run, progress, metrics, saved)
     return summary
