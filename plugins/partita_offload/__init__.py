@@ -3,7 +3,14 @@
 from partita_offload.auto import partita_choices
 from partita_offload.config import OffloadConfig
 from partita_offload.estimate import partita_estimate
-from partita_offload.strategy import partita_check, partita_config, partita_decide, partita_provide, partita_slots
+from partita_offload.strategy import (
+    partita_check,
+    partita_config,
+    partita_decide,
+    partita_provide,
+    partita_slots,
+    partita_transforms,
+)
 
 partita_api = 1
 
@@ -17,4 +24,5 @@ __all__ = [
     "partita_estimate",
     "partita_provide",
     "partita_slots",
+    "partita_transforms",
 ]

@@ -6,15 +6,18 @@ import shutil
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan, Tier, Tiers
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
-from partita.plugin.types import ConfigContribution
+from partita.plugin.types import ConfigContribution, Transform
 from partita_offload.config import OffloadConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TIERS = {"host": "partita_offload.host:HostTier", "file": "partita_offload.file:FileTier"}
 STATES = ("parameters", "gradients", "optimizer", "activations")
@@ -40,6 +43,21 @@ def partita_provide(slot: str, name: str) -> Any:
         return None
     module, attribute = TIERS[name].split(":")
     return getattr(import_module(module), attribute)
+
+
+@hookimpl
+def partita_transforms(plan: Plan) -> list[Transform]:
+    """Transform `offload_activations`, where they leave: outside of recompute, whose inputs then leave too."""
+    tier = plan.tiers.activations
+    if tier.place == "accelerator":
+        return []
+
+    def apply(model: nn.Module, context: Any) -> nn.Module:
+        from partita_offload.activations import offload_activations  # torch is imported where a model is built
+
+        return offload_activations(model, tier.fraction)
+
+    return [Transform("offload_activations", apply, after=("recompute",), before=("compile",))]
 
 
 @hookimpl

@@ -18,8 +18,8 @@ class UnitActivations:
     """Bytes of one micro-batch.
 
     kept: what autograd saves in the unit. stream: the part of it in tensors as large as the unit's input. input: its tensor inputs.
-    matched: the part of kept that lies in modules which are
-    recomputed selectively. matched_input: what has to be kept to recompute those.
+    matched: the part of kept that lies in modules which are recomputed selectively. matched_input: what has to be kept to recompute
+    those. largest: the largest tensor of kept, which in backward has a gradient as large.
     """
 
     kept: int = 0
@@ -27,6 +27,7 @@ class UnitActivations:
     input: int = 0
     matched: int = 0
     matched_input: int = 0
+    largest: int = 0
 
 
 @dataclass
@@ -204,9 +205,11 @@ class _Recorder:
             self._storages.add(storage)
             self._alive.append(tensor.detach())  # holds the storage, so that its address isn't used again
             size = self._storage_bytes(tensor)
-            self.units[self._place[-1]].kept += size
-            self.units[self._place[-1]].stream += size if size == self.units[self._place[-1]].input else 0
-            self.units[self._place[-1]].matched += size if self._inside_match else 0
+            unit = self.units[self._place[-1]]
+            unit.kept += size
+            unit.stream += size if size == unit.input else 0
+            unit.matched += size if self._inside_match else 0
+            unit.largest = max(unit.largest, size)
         return tensor
 
     def _storage_bytes(self, tensor: torch.Tensor) -> int:

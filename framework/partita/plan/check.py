@@ -68,9 +68,8 @@ def _check_tiers(plan: Plan, able: Capabilities) -> list[Problem]:
         tier: Tier = getattr(plan.tiers, state)
         if tier.place not in able["activation_tiers" if state == "activations" else "tiers"]:
             what = f"keeping {state} on tier {tier.place!r}"
-            problems.append(
-                _missing(f"offload.{state}", what, f"Set offload.{state}=none; a higher zero.stage saves memory too.")
-            )
+            other = "host, or recompute=full" if state == "activations" else "none; a higher zero.stage saves memory too"
+            problems.append(_missing(f"offload.{state}", what, f"Set offload.{state}={other}."))
     return problems
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from partita.plan.draft import PlanDraft
 from partita.plan.links import message
-from partita.plan.memory import activation_bytes, placed_bytes, working_bytes
+from partita.plan.memory import AWAY, activation_bytes, placed_bytes, working_bytes
 from partita.plan.plan import GRADIENT_AXES, Plan, Wire
 from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
@@ -37,10 +37,16 @@ def memory_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
     for (category, place), size in placed_bytes(draft, plan).items():
         if size or place == "accelerator":
             costs.append(Cost(category, what[category], size, place, exact=True))
-    tier = plan.tiers.activations
     for words, size in activation_bytes(draft, plan).items():
-        away = int(size * tier.fraction) if tier.place != "accelerator" and words == "kept for backward" else 0
-        costs += [Cost("activations", words, size - away)] + ([Cost("activations", words, away, tier.place)] if away else [])
+        away = words == AWAY
+        costs.append(
+            Cost(
+                "activations",
+                "kept for backward" if away else words,
+                size,
+                plan.tiers.activations.place if away else "accelerator",
+            )
+        )
     costs.append(Cost("buffers", "model buffers", draft.model.buffer_bytes, exact=True))
     costs += [Cost("working", words, size) for words, size in working_bytes(draft, plan).items()]
     return costs

@@ -53,17 +53,21 @@ def layout_bytes(layout: StateLayout, place: str = "accelerator") -> dict[str, i
 
 
 def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
-    """What a rank holds for a moment: weights of the units that are gathered, gradients that are being reduced."""
+    """What a rank holds for a moment, or for use again: weights of the units that are gathered, gradients that are being reduced."""
     layout, placement = plan.layout, plan.placement
     root, block = (size // layout.tensor for size in draft.block_bytes(plan.precision.compute))
+    away = plan.tiers.parameters.place != "accelerator"
     found = {}
-    if layout.size(placement.parameters) > 1:
+    if layout.size(placement.parameters) > 1 or (away and placement.parameters):
         ahead = min(1 + int(plan.extensions.get("prefetch", 1)), max(1, len(draft.model.blocks)))
         found["weights gathered"] = root + ahead * block
-    if layout.size(placement.optimizer) > 1 and placement.gradients:
-        scale = size_of(plan.precision.compute)
-        whole = merged_layouts(draft, plan)[0].gradient_dtype.itemsize
-        found["gradients being reduced"] = (root + 2 * block) * whole // scale
+    state, cut = merged_layouts(draft, plan)[0], layout.size(placement.optimizer)
+    stows = plan.tiers.gradients.place != "accelerator"
+    elements = (root + 2 * block) // size_of(plan.precision.compute)
+    if (cut > 1 or stows) and (placement.gradients or not state.accumulates):
+        found["gradients being reduced"] = elements * state.gradient_dtype.itemsize
+    if cut > 1 and stows:
+        found["gradients on their way to their tier"] = elements // cut * size_of(plan.precision.gradient)
     return found
 
 
@@ -96,22 +100,53 @@ def _trace(model: ModelSpec, plan: Plan, shape: tuple[int, int]) -> Trace:
     return traced
 
 
+AWAY = "kept for backward, in its tier"
+
+
 def activation_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
-    """What a rank keeps for backward, what recompute and the loss need on top; empty where the model can't be traced."""
+    """What a rank keeps for backward, and what the loss or the blocks need on top, whichever is more; empty where the model can't be
+    traced. AWAY is the part of what is kept that lies in the tier of activations."""
     found = trace(draft, plan)
     if not found.units:
         return {}
-    layout = plan.layout
     total = {"kept for backward": max(_kept_by_ranks(draft, plan, found))}
-    again = max((_again(found.units, plan, u) for u in draft.model.blocks), default=0)
-    if again:
-        total["recomputed, one block"] = again // layout.tensor
-    total["logits and loss"] = logit_bytes(found, plan)
+    if plan.tiers.activations.place != "accelerator":
+        # what blocks keep leaves as they end; the one at work has its own here
+        root = max(_kept_by_ranks(draft, plan, found, (draft.model.root,)))
+        leaves = int((total["kept for backward"] - root) * plan.tiers.activations.fraction)
+        total |= {
+            "kept for backward": total["kept for backward"] - leaves,
+            AWAY: leaves,
+        }
+    moments: list[dict[str, int]] = [_at_loss(found, plan), _in_blocks(draft, plan, found, total.get(AWAY, 0))]
+    largest = max(moments, key=lambda moment: sum(moment.values()))
+    total |= largest
     return {name: size for name, size in total.items() if size}
 
 
-def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace) -> list[int]:
-    """What each rank of the pipeline axis keeps when it keeps most: of each of its stages the micro-batches that are on their way."""
+def _at_loss(found: Trace, plan: Plan) -> dict[str, int]:
+    """On top of what is kept, when the loss is computed: then all blocks have run, and none is at work."""
+    return {"logits and loss": logit_bytes(found, plan)}
+
+
+def _in_blocks(draft: PlanDraft, plan: Plan, found: Trace, leaves: int) -> dict[str, int]:
+    """On top of what is kept, in backward (or, where activations leave as blocks end, in forward): the logits are gone by then."""
+    blocks, tensor = draft.model.blocks, plan.layout.tensor
+    again = max((_again(found.units, plan, u) for u in blocks), default=0) // tensor
+    one = int(max((kept_bytes(found.units, plan, u) for u in blocks), default=0))
+    if leaves:  # accelerators bring the block before back in the meantime
+        one = min(leaves, one * (2 if draft.cluster.accelerator else 1))
+    largest = max((found.units[u].largest for u in blocks if u in found.units), default=0) // tensor
+    if leaves and not again:
+        return {"offloaded, one block": one}
+    return {"offloaded, one block": one if leaves else 0, "recomputed, one block": again, "gradient in a block": largest}
+
+
+def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace, only: tuple[str, ...] = ()) -> list[int]:
+    """What each rank of the pipeline axis keeps when it keeps most: of each of its stages the micro-batches that are on their way.
+
+    only: count these units; default: all.
+    """
     layout, schedule, root = plan.layout, plan.schedule, draft.model.root
     stages = stage_units(draft.model, layout)
     ranks = layout.stage_ranks or tuple(range(layout.pipeline))
@@ -121,7 +156,7 @@ def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace) -> list[int]:
     for stage, units in enumerate(stages):
         many = schedule.in_flight[stage] if schedule.in_flight else usual
         rank = ranks[stage] if stage < len(ranks) else layout.pipeline - 1
-        kept[rank] += many * sum(kept_bytes(found.units, plan, u) for u in units)
+        kept[rank] += many * sum(kept_bytes(found.units, plan, u) for u in units if not only or u in only)
     if not any(u.name == root for u in draft.model.units):  # a root without parameters keeps something all the same
         kept[0] += usual * kept_bytes(found.units, plan, root)
     return [int(k) for k in kept]

@@ -9,7 +9,7 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
     "placements": frozenset({"narrower"}),  # weights or gradients cut over fewer ranks than the optimizer
     "tiers": frozenset({"accelerator", "host", "file"}),  # of parameters, gradients, optimizer
-    "activation_tiers": frozenset({"accelerator"}),
+    "activation_tiers": frozenset({"accelerator", "host"}),
     "state_dtypes": frozenset({"float32"}),  # master weights, gradient accumulation
     "optimizer_dtypes": frozenset({"float32", "bfloat16"}),
     "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction

@@ -12,7 +12,7 @@ from partita.plan.plan import Tiers
 from partita.state.layout import StateLayout, far_elements
 from partita.state.tiers.array import Array
 from partita.state.tiers.lane import Lane
-from partita.state.tiers.tier import Pending, Tier, aligned_empty
+from partita.state.tiers.tier import Done, Pending, Tier, aligned_empty
 
 STOWING = 2  # reduced shards on their way to a tier at once
 
@@ -66,6 +66,9 @@ class Homes:
         while len(self._stowing) >= STOWING:
             self._end_oldest()
         pending = array.write(source)
+        if isinstance(pending, Done):
+            give(source)
+            return pending
         self._stowing.append((pending, source, give))
         return pending
 

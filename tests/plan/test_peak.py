@@ -1,0 +1,45 @@
+"""The planned peak against the tensors that were really alive, seen from outside of the framework."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import peak_runs
+from pool import run_ranks
+
+from partita.plan.estimate import memory_total
+
+SEQUENCE, LAYERS = 64, 6
+HOST = {"offload__optimizer": "host", "offload__gradients": "host"}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"train__global_batch": 16},
+    "recompute": {"recompute__policy": "full"},
+    "host": HOST,
+    "activations on the host": {"offload__activations": "host"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_peak_of_live_tensors_is_the_planned_one(plan_of: Any, stage: int, mode: str) -> None:
+    changes = {"train__micro_batch": 4, "train__global_batch": 8, "data__sequence": SEQUENCE, "model__layers": LAYERS} | MODES[
+        mode
+    ]
+    if stage == 3 and mode == "host":
+        changes["offload__parameters"] = "host"
+    planned = plan_of(launch__ranks=2, zero__stage=stage, **changes)
+    assert not planned.problems
+    model, vocab = planned.draft.config.model, planned.model.parameters[0].shape[0]
+    sizes = (model.layers, model.width, model.heads, vocab)
+    predicted = memory_total(planned.costs)
+    for live, host in run_ranks(2, peak_runs.peak, planned.plan, sizes, SEQUENCE, timeout=60):
+        assert live == pytest.approx(predicted, rel=0.05), {c.what: c.bytes for c in planned.costs if c.place == "accelerator"}
+        if mode == "host":
+            assert host == memory_total(planned.costs, "host")
