@@ -88,7 +88,7 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
     from partita.train.run import worker
 
     registry = registry_for(tuple(config.plugins.block))
-    planned = make_plan(config, registry)
+    planned = with_trials(make_plan(config, registry), config, info, registry)
     first = joined_rank() in (None, 0)
     if first:
         _show_translation(info)
@@ -105,6 +105,22 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
     bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
     again = replanner(config, info, registry, bounds.min_ranks, planned.plan)
     return launch_lasting(worker, spec, again, bounds)
+
+
+def with_trials(planned: Any, config: Any, info: JobInfo, registry: Registry) -> Any:
+    """The plan, or the one that is fastest when the planner's best `parallel.trials` are measured on this machine."""
+    from partita.plan.make import make_plan, wanted_trials
+
+    if not wanted_trials(config) or planned.choice is None or planned.problems or len(planned.choice.ranked) < 2:
+        return planned
+    if joined_rank() is not None:
+        raise ConfigError(
+            "parallel.trials: ranks that another launcher starts can't be started again for each trial\n"
+            "    -> parallel.trials=0, or start with python and let Partita start the ranks"
+        )
+    from partita.train.trials import measured_choice
+
+    return make_plan(config, registry, measured_choice(config, planned.choice, registry, info))
 
 
 def replanner(config: Any, info: JobInfo, registry: Registry, least: int, plan: Any) -> Callable[[int], Any]:

@@ -68,8 +68,10 @@ class Planned:
         _write(folder / "manifest.yaml", self.manifest.as_list())
 
 
-def make_plan(config: Any, registry: Any) -> Planned:
+def make_plan(config: Any, registry: Any, choice: Choice | None = None) -> Planned:
     """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
+
+    choice: what keys on `auto` come to; default: the planner chooses where any needs it.
 
     Problems are collected, not raised. Raises ConfigError where no plan can be shown (an unknown device, a model that can't be
     built), and PluginError for a name that no plug-in provides.
@@ -78,8 +80,8 @@ def make_plan(config: Any, registry: Any) -> Planned:
     model = inspect_model(build_on_meta(config, registry))
     rules = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
     draft = PlanDraft(config, model, cluster, registry.section_owners(), rules=rules)
-    trials = int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)
-    choice = choose(draft, registry, lambda settings: plan_draft(fresh(draft, settings), registry)[2], trials)
+    if choice is None:
+        choice = choose(draft, registry, lambda s: plan_draft(fresh(draft, s), registry)[2], wanted_trials(config))
     if choice is not None:
         found = draft.problems
         draft = fresh(draft, choice.settings)
@@ -92,6 +94,11 @@ def make_plan(config: Any, registry: Any) -> Planned:
     if traced.reason:
         draft.effect("plan.activations", "traced", "not traced", f"the model does not run on the meta device: {traced.reason}")
     return Planned(plan, draft, make_manifest(config, draft.lines), costs, problems, choice)
+
+
+def wanted_trials(config: Any) -> int:
+    """How many plans are to be measured before one is taken."""
+    return int(getattr(getattr(config, "parallel", None), "trials", 0) or 0)
 
 
 def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[Problem]]:

@@ -88,7 +88,7 @@ def _judged(
     """The first candidates without problems. Kinds that are refused again and again are banned."""
     accepted: list[Candidate] = []
     refused: dict[Any, int] = {}
-    for candidate in found.best:
+    for candidate in _spread(found.best) if wanted > 1 else found.best:
         if refused.get(candidate.signature, 0) >= PATIENCE:
             banned.add(candidate.signature)
             continue
@@ -103,6 +103,17 @@ def _judged(
     if not accepted:
         banned |= set(refused)
     return accepted
+
+
+def _spread(best: list[Candidate]) -> list[Candidate]:
+    """For measuring: the best of each layout and placement first, since plans of one kind come close to each other."""
+    seen: set[Any] = set()
+    first, later = [], []
+    for candidate in best:
+        kind = (candidate.plan.layout, candidate.plan.placement)
+        (later if kind in seen else first).append(candidate)
+        seen.add(kind)
+    return first + later
 
 
 def _reason(taken: Candidate, found: Found, fits: bool, compared: int) -> str:
