@@ -108,7 +108,8 @@ def _judged(
 def _spread(best: list[Candidate]) -> list[Candidate]:
     """For measuring: the best of each layout and placement first, since plans of one kind come close to each other."""
     seen: set[Any] = set()
-    first, later = [], []
+    first: list[Candidate] = []
+    later: list[Candidate] = []
     for candidate in best:
         kind = (candidate.plan.layout, candidate.plan.placement)
         (later if kind in seen else first).append(candidate)
