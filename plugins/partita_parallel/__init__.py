@@ -3,6 +3,7 @@
 from partita_parallel.auto import partita_choices
 from partita_parallel.config import ParallelConfig
 from partita_parallel.estimate import partita_estimate
+from partita_parallel.pipeline import partita_provide, partita_slots
 from partita_parallel.strategy import partita_check, partita_config, partita_decide
 from partita_parallel.transforms import partita_transforms
 
@@ -16,5 +17,7 @@ __all__ = [
     "partita_config",
     "partita_decide",
     "partita_estimate",
+    "partita_provide",
+    "partita_slots",
     "partita_transforms",
 ]

@@ -11,7 +11,7 @@ from partita.plan.draft import PlanDraft
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import Choices
 from partita_parallel.degrees import INNER, as_count
-from partita_parallel.strategy import SCHEDULES
+from partita_parallel.pipeline_order import SCHEDULES
 
 LARGEST_MICRO = 16  # sequences of one pass; more rarely makes a pass faster
 LEAST_TOKENS = 1024  # of a rank along `context`; with fewer, messages take longer than attention

@@ -31,8 +31,20 @@ class ParallelConfig:
     pipeline: int | str = 1
     # ranks that share the experts; folds over the data axes, so it adds no ranks (Lepikhin et al. 2020)
     expert: int | str = 1
-    # order of forward and backward over stages: auto (1f1b where there are stages), 1f1b, interleaved, zbv, dualpipev
+    # order of forward and backward over stages: auto (1f1b where there are stages), gpipe, 1f1b, interleaved, interleaved_zb, zbv,
+    # dualpipev (docs/strategies/pipeline.md)
     schedule: str = "auto"
+    # stages of each rank, where the schedule leaves a choice (Narayanan et al. 2021, section 2.2); auto: 2
+    stages_per_rank: int | str = "auto"
+    # how blocks are shared out: cost (equal time, ends included, then least memory) or count
+    stage_cut: str = "cost"
+    # blocks of each stage, by hand; empty: as stage_cut says
+    stages: list[int] = field(default_factory=list)
+    # micro-batches between reductions of gradients that are cut (zero.stage 2 and 3): more send less and keep whole gradients
+    reduce_every: int = 1
+    # how long the cut weights of a stage stay whole: action (one forward or backward, block by block), run (until the rank turns to
+    # another stage), step; auto: run
+    gather: str = "auto"
     # passes of a rank for one update; auto: train.global_batch / (data x train.micro_batch)
     microbatches: int | str = "auto"
     # what zero, offload and recompute come to where nobody chose them: default, or auto (the planner's choice)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def partita_transforms(plan: Plan) -> list[Transform]:
-    """Cuts matrices where there is a tensor axis, and samples where there is a context axis."""
+    """Takes out other stages where there is a pipeline; cuts matrices where there is a tensor axis, and samples where there is a context axis."""
     found = []
+    if plan.layout.pipeline > 1:
+        found.append(Transform("stage_split", _split_stages))
     if plan.layout.tensor > 1:
         found.append(Transform("tensor_parallel", _tensor_parallel))
     if plan.layout.context > 1:
@@ -24,6 +26,12 @@ def partita_transforms(plan: Plan) -> list[Transform]:
 
 
 # torch is imported only where something runs
+
+
+def _split_stages(model: nn.Module, run: Any) -> nn.Module:
+    from partita_parallel.pipeline_split import split
+
+    return split(model, run.plan, run.mesh.coordinates["pipeline"])
 
 
 def _tensor_parallel(model: nn.Module, run: Any) -> nn.Module:

@@ -42,11 +42,11 @@ class Noise:
 
 
 def dropout(x: torch.Tensor, p: float, noise: Noise | None, layer: int) -> torch.Tensor:
-    """x [B, T, C] with each element zero with probability p, the others times 1 / (1 - p). Without noise, or with p 0, x itself.
+    """x [B, T, C] with each element zero with probability p, the others times 1 / (1 - p). Without noise or elements, or with p 0, x itself.
 
     layer: a number of its own for each place in the model.
     """
-    if noise is None or p == 0.0:
+    if noise is None or p == 0.0 or not x.numel():
         return x
     return x.masked_fill(dropped(x, p, noise, layer), 0.0) * (1.0 / (1.0 - p))
 

@@ -35,8 +35,7 @@ def _check_layout(plan: Plan, able: Capabilities) -> list[Problem]:
         if degree > 1 and axis not in able["axes"]:
             what = f"{names.get(axis, axis)} parallelism ({degree} ranks)"
             problems.append(_missing(f"parallel.{axis}", what, f"Set parallel.{axis}=1; the ranks go to parallel.data."))
-    # a schedule without its axis has been told of already
-    if plan.schedule.name not in able["schedules"] and "pipeline" in able["axes"]:
+    if plan.schedule.name not in able["schedules"]:
         remedy = "Use " + _options(able["schedules"]) + "."
         problems.append(_missing("parallel.schedule", f"schedule {plan.schedule.name!r}", remedy))
     return problems

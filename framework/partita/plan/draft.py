@@ -15,6 +15,7 @@ from partita.plan.problems import Problem
 
 if TYPE_CHECKING:
     from partita.plan.model_spec import ModelSpec
+    from partita.plan.stages import Anatomy
 
 DEFAULT = Plan()
 
@@ -98,6 +99,12 @@ class PlanDraft:
         from partita.plan.memory import trace
 
         return max((unit.input for unit in trace(self, plan).units.values()), default=0)
+
+    def anatomy(self) -> Anatomy:
+        """Where the model can be cut into stages."""
+        from partita.plan.stages import anatomy_of
+
+        return anatomy_of(self.model)
 
     def block_bytes(self, dtype: str) -> tuple[int, int]:
         """Bytes of the root and of the largest block when their weights are whole, in the dtype of that name."""

@@ -105,7 +105,8 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
     """Decide, check and estimate: (plan, costs, problems)."""
     registry.decide(draft)
     plan = draft.freeze()
-    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, CAPABILITIES), *check_rules(plan, draft)]
+    able = {**CAPABILITIES, "schedules": frozenset({"none", *registry.slots().get("executor", ())})}
+    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, able), *check_rules(plan, draft)]
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
     return plan, costs, list(dict.fromkeys(problems))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from partita.plan.model_spec import ModelSpec, ParameterSpec
 from partita.plan.plan import EXPERT_AXES, Layout
+from partita.plan.stages import rank_parameters
 from partita.plan.styles import local_parameters
 from partita.state.parts import Part
 
@@ -39,8 +40,6 @@ def _share(p: ParameterSpec, layout: Layout) -> ParameterSpec:
 
 
 def rank_parts(model: ModelSpec, layout: Layout) -> Iterator[RankPart]:
-    """What one rank of each stage has: of each matrix the part that its tensor style leaves to the fullest rank."""
-    parameters = [_share(p, layout) for p in local_parameters(model, layout)]
-    for units in stage_units(model, layout):
-        wanted = set(units)
-        yield RankPart(tuple(p for p in parameters if p.unit in wanted))
+    """What one rank of each pipeline rank's stages has: of each matrix the part that its tensor style leaves to the fullest rank."""
+    for parameters in rank_parameters(model, layout, [_share(p, layout) for p in local_parameters(model, layout)]):
+        yield RankPart(parameters)

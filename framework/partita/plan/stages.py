@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,13 +39,40 @@ def study(model: nn.Module) -> Anatomy:
     units = find_units(model)
     if not units:
         return Anatomy(reason="it has no list of blocks")
-    watch = _Watch(model, dict(units))
-    try:
-        with watch, torch.no_grad():
-            model(**model_inputs(model, (1, 2)))
-    except Exception as error:  # any model may fail on meta in its own way
-        return Anatomy(reason=f"it does not run on the meta device: {type(error).__name__}: {str(error).splitlines()[:1]}")
-    return watch.anatomy()
+    reason = ""
+    for inputs in meta_inputs(model):
+        watch = _Watch(model, dict(units))
+        try:
+            with watch, torch.no_grad():
+                model(**inputs)
+        except Exception as error:  # any model may fail on meta in its own way
+            reason = f"it does not run on the meta device: {type(error).__name__}: {str(error).splitlines()[:1]}"
+            continue
+        return watch.anatomy()
+    return Anatomy(reason=reason)
+
+
+def meta_inputs(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Arguments to try a model with on the meta device, one sample of two tokens: token ids, and the same with documents.
+
+    transformers looks into positions for packed samples, which meta doesn't allow, unless it is told by a mask.
+    """
+    plain = model_inputs(model, (1, 2))
+    if "documents" not in signature(model.forward).parameters:
+        return [plain]
+    return [plain, {**plain, "documents": next(iter(plain.values()))}]
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, Anatomy] = WeakKeyDictionary()
+
+
+def anatomy_of(model: ModelSpec) -> Anatomy:
+    """The anatomy of a model that is being planned for; it is run once."""
+    if model.module is None:
+        return Anatomy(reason="there are sizes of it and no module")
+    if model.module not in _KNOWN:
+        _KNOWN[model.module] = study(model.module)
+    return _KNOWN[model.module]
 
 
 class _Watch:
@@ -113,15 +142,18 @@ def holders(names: Sequence[str], layout: Layout, blocks: Sequence[Sequence[str]
     return tuple(sorted(found))
 
 
-def rank_parameters(model: ModelSpec, layout: Layout, anatomy: Anatomy) -> Iterator[tuple[ParameterSpec, ...]]:
-    """Parameters that each rank of the pipeline axis holds. What several of them hold has a unit of its own."""
-    if layout.pipeline == 1 or not anatomy.units:
-        yield model.parameters
+def rank_parameters(model: ModelSpec, layout: Layout, parameters: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ...]]:
+    """Those of `parameters` that each rank of the pipeline axis holds. What several of them hold has a unit of its own.
+
+    Where the model can't be run on meta, what is in no block is on the first stage.
+    """
+    if layout.pipeline == 1:
+        yield tuple(parameters)
         return
-    blocks = stage_units(model, layout)
-    where = {p.name: holders((p.name, *p.aliases), layout, blocks, anatomy) for p in model.parameters}
+    blocks, anatomy = stage_units(model, layout), anatomy_of(model)
+    where = {p.name: holders((p.name, *p.aliases), layout, blocks, anatomy) for p in parameters}
     for rank in range(layout.pipeline):
-        mine = (p for p in model.parameters if rank in where[p.name])
+        mine = (p for p in parameters if rank in where[p.name])
         yield tuple(replace(p, unit=SHARED + p.name) if len(where[p.name]) > 1 else p for p in mine)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from partita.plan.plan import DATA_AXES
 
 CAPABILITIES: dict[str, frozenset[str]] = {
-    "axes": frozenset({*DATA_AXES, "tensor", "context", "expert"}),  # layout axes that may be larger than one
+    "axes": frozenset({*DATA_AXES, "pipeline", "tensor", "context", "expert"}),  # layout axes that may be larger than one
     "placement_axes": frozenset(DATA_AXES),  # axes over which states can be cut
     "placements": frozenset({"narrower"}),  # weights or gradients cut over fewer ranks than the optimizer
     "tiers": frozenset({"accelerator", "host", "file"}),  # of parameters, gradients, optimizer
@@ -16,5 +16,4 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "gather_formats": frozenset({"native"}),
     "algorithms": frozenset({"flat"}),
     "activations": frozenset({"keep", "full", "selective"}),
-    "schedules": frozenset({"none"}),
 }

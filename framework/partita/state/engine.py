@@ -333,7 +333,8 @@ class StateEngine:
 
     def _arrived(self, unit: Unit, bucket: Bucket, segment: int, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:  # an operation left it for later, or had none to give
+            return
         if self._stash is not None:
             self._stash.append((parameter, gradient))
             return
