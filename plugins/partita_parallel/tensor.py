@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from partita.plan.plan import Layout
@@ -16,9 +18,9 @@ from partita.runtime.mesh import Group
 from partita.state.parts import Part, declare, declared
 from partita.train.loss import token_cross_entropy
 from partita.train.view import Loss
-from partita_parallel.functional import copy, gather, gather_last, part, reduce, reduce_scatter
+from partita_kernels import vocab_parallel_cross_entropy
+from partita_parallel.functional import all_reduce, copy, gather, gather_last, part, reduce, reduce_scatter
 from partita_parallel.linear import column_linear, row_linear
-from partita_parallel.vocabulary import vocabulary_cross_entropy
 
 Tensor = torch.Tensor
 Forward = Callable[..., Any]
@@ -52,10 +54,16 @@ class Shared:
         if self.head is None:
             return loss
         first, vocab = self.head
-        if loss is token_cross_entropy:
-            return lambda logits, labels, **options: vocabulary_cross_entropy(logits, labels, self.group, first, vocab, **options)
         sizes = _sizes(vocab, self.group.size)
-        return lambda logits, labels, **options: loss(gather_last(logits, self.group, sizes), labels, **options)
+        if loss is not token_cross_entropy:
+            return lambda logits, labels, **options: loss(gather_last(logits, self.group, sizes), labels, **options)
+        return partial(
+            vocab_parallel_cross_entropy,
+            offset=first,
+            classes=vocab,
+            reduce_max=partial(all_reduce, group=self.group, op=dist.ReduceOp.MAX),
+            reduce_sum=partial(all_reduce, group=self.group),
+        )
 
 
 def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
@@ -68,14 +76,14 @@ def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
     sharer = _Sharer(model, group)
     for module, style, cuts in styled:
         forward = FORWARDS[style.name](module, style, cuts, shared)
-        sharer.share(module, cuts, partial=layout.sequence_parallel or style.name == "partial")
+        sharer.share(module, cuts, terms=layout.sequence_parallel or style.name == "partial")
         module.forward = forward  # type: ignore[method-assign]
         _tell_sizes(module)
     if layout.sequence_parallel:
         done = {id(module) for module, _, _ in styled}
         for module in model.modules():
             if id(module) not in done:
-                sharer.share(module, dict.fromkeys(module._parameters), partial=True)
+                sharer.share(module, dict.fromkeys(module._parameters), terms=True)
         model.register_forward_pre_hook(lambda _m, args, kwargs: (args, _cut_noise(kwargs, shared)), with_kwargs=True)
     localize = getattr(model, "partita_localize", None)
     if localize is not None:
@@ -93,14 +101,14 @@ class _Sharer:
             for name, parameter in module._parameters.items():
                 self._holders.setdefault(id(parameter), []).append((module, name))
 
-    def share(self, module: nn.Module, cuts: dict[str, Cut | None], partial: bool) -> None:
-        """Cut and declare the parameters of a module."""
+    def share(self, module: nn.Module, cuts: dict[str, Cut | None], terms: bool) -> None:
+        """Cut and declare the parameters of a module. terms: ranks compute terms of the gradients of whole ones."""
         for name, cut in cuts.items():
             old = module._parameters[name]
             if old is None or declared(module, name) is not None:
                 continue
             if cut is None:
-                if partial:
+                if terms:
                     declare(module, name, Part(tuple(old.shape), partial=AXIS))
                 continue
             mine = cut.part(tuple(old.shape), self._group.rank, self._group.size)

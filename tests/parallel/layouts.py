@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -57,9 +58,10 @@ def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, An
     from partita.train.run import open_run
 
     torch.set_num_threads(1)
+    before = _tensors() if more.get("peak") else []
     run = open_run(spec)
     losses, norms, clock = [], [], StepClock()
-    tracker = _tracker(run) if more.get("peak") else nullcontext()
+    tracker = _tracker(run, before) if more.get("peak") else nullcontext()
     try:
         for step, batches in run.data.iterate(run.step + 1, run.step + steps):
             with tracker:
@@ -83,12 +85,19 @@ def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, An
         run.metrics.close()
 
 
-def _tracker(run: Any) -> Any:
+def _tensors() -> list[torch.Tensor]:
+    """All that are alive in this process."""
+    gc.collect()
+    return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == "cpu"]
+
+
+def _tracker(run: Any, before: list[torch.Tensor]) -> Any:
+    """before: tensors of earlier runs on this process, kept alive so that no storage is taken for another."""
     from allocations import Allocations
 
     tracker = Allocations([b.full for b in run.engine.buckets])
-    held = [t for b in run.engine.buckets for t in (b.own, b.master, b.reduced, b.gradient, *b.states.values())]
-    tracker.see([*held, *run.model.buffers()])
+    others = {t.untyped_storage()._cdata for t in before}
+    tracker.see([t for t in _tensors() if t.untyped_storage()._cdata not in others])  # built before the first update
     return tracker
 
 
