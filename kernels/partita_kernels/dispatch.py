@@ -38,9 +38,11 @@ class Operation:
         OPERATIONS[self.name] = self
 
     def on(self, device: torch.device) -> Callable[..., Any]:
-        """The implementation for tensors on `device`."""
-        if self.replacement is not None:
-            return self.replacement
+        """What runs for tensors on `device`."""
+        return self.replacement or self.implementation(device)
+
+    def implementation(self, device: torch.device) -> Callable[..., Any]:
+        """Ours for tensors on `device`, replaced or not."""
         if self.triton is not None and (
             _mode == "triton" or (_mode == "auto" and device.type in TRITON_DEVICES and has_triton())
         ):

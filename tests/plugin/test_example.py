@@ -203,3 +203,15 @@ def test_importing_it_does_not_import_torch():
     code = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r}); import partita_example; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_kernel_is_replaced(environment: Environment, tmp_path: Path):
+    """Norms in float64: the same training within float32's bound, but not the same bits."""
+    losses = {}
+    for name, more in (("ours", []), ("example", ["+kernels.replace.norm=example_exact"])):
+        environment.train(*SMALL, "kernels.layers=always", f"run.dir={tmp_path / name}", *more)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [line["loss"] for line in map(json.loads, lines) if "loss" in line and "step" in line][:4]
+    assert losses["ours"] != losses["example"]
+    torch.testing.assert_close(losses["ours"], losses["example"], rtol=1e-5, atol=0)
+    assert "example_exact has no 'glu'" in environment.train(*SMALL, "+kernels.replace.glu=example_exact", status=2)

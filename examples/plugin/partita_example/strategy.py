@@ -77,12 +77,16 @@ def partita_transforms(plan: Plan) -> list[Transform]:
 @hookimpl
 def partita_slots() -> dict[str, Sequence[str]]:
     """What `partita_provide` answers."""
-    return {"optimizer": ["example_lion"], "lr_schedule": ["example_parabola"]}
+    return {"kernel": ["example_exact"], "optimizer": ["example_lion"], "lr_schedule": ["example_parabola"]}
 
 
 @hookimpl
 def partita_provide(slot: str, name: str) -> Any:
     """Builders, imported when one is asked for."""
+    if (slot, name) == ("kernel", "example_exact"):
+        from partita_example.norm import make_exact
+
+        return make_exact
     if (slot, name) == ("optimizer", "example_lion"):
         from partita_example.lion import make_lion
 

@@ -182,6 +182,17 @@ class ClusterConfig:
     calibration: str = AUTO  # file of measured rates; auto: the user's (scripts/calibrate.py writes it); none: the tables alone
 
 
+@dataclass
+class KernelsConfig:
+    """Hot operations: see docs/kernels.md."""
+
+    # where the reference models' norms, gated units, rotary positions and loss run kernels instead of torch's operations:
+    # auto (on accelerators), always, never
+    layers: str = AUTO
+    # operation of partita_kernels -> name of the slot `kernel` that takes its place, e.g. +kernels.replace.glu=liger
+    replace: dict[str, Any] = field(default_factory=dict)
+
+
 # name of the node -> schema; the root gets one field for each, and one for each node of a plug-in
 CORE_NODES: dict[str, type] = {
     "run": RunConfig,
@@ -192,5 +203,6 @@ CORE_NODES: dict[str, type] = {
     "optimizer": OptimizerConfig,
     "lr_schedule": LrScheduleConfig,
     "train": TrainConfig,
+    "kernels": KernelsConfig,
     "cluster": ClusterConfig,
 }

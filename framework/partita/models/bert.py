@@ -13,6 +13,7 @@ from torch import nn
 
 from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, tie
 from partita.models.init import draw
+from partita.models.layers import LayerNorm
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
 
@@ -26,9 +27,9 @@ class BertBlock(nn.Module):
         super().__init__()
         self.dropout, self.index = sizes.dropout, index
         self.attention = Attention(sizes.width, sizes.heads, causal=False)
-        self.norm1 = nn.LayerNorm(sizes.width, eps=EPS)
+        self.norm1 = LayerNorm(sizes.width, eps=EPS)
         self.mlp = Mlp(sizes.width, sizes.ffn, approximate="none")
-        self.norm2 = nn.LayerNorm(sizes.width, eps=EPS)
+        self.norm2 = LayerNorm(sizes.width, eps=EPS)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
         """x [B, T, C] -> [B, T, C]; mask as in `common.attend`."""
@@ -42,7 +43,7 @@ class Transform(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.dense = Linear(width, width)
-        self.norm = nn.LayerNorm(width, eps=EPS)
+        self.norm = LayerNorm(width, eps=EPS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., C] -> [..., C]."""
@@ -58,7 +59,7 @@ class Bert(ReferenceModel):
         super().__init__(sizes)
         self.tokens = Embedding(sizes.vocab, sizes.width)
         self.positions = Embedding(sizes.context, sizes.width)
-        self.norm = nn.LayerNorm(sizes.width, eps=EPS)
+        self.norm = LayerNorm(sizes.width, eps=EPS)
         self.blocks = nn.ModuleList(BertBlock(sizes, i) for i in range(sizes.layers))
         self.transform = Transform(sizes.width)
         self.head = Linear(sizes.width, sizes.vocab)

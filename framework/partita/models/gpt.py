@@ -13,6 +13,7 @@ from torch import nn
 
 from partita.models.common import Attention, Embedding, Linear, Mlp, ReferenceModel, tie
 from partita.models.init import draw
+from partita.models.layers import LayerNorm
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
 
@@ -23,9 +24,9 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
         self.dropout, self.index = sizes.dropout, index
-        self.norm1 = nn.LayerNorm(sizes.width)
+        self.norm1 = LayerNorm(sizes.width)
         self.attention = Attention(sizes.width, sizes.heads, causal=True)
-        self.norm2 = nn.LayerNorm(sizes.width)
+        self.norm2 = LayerNorm(sizes.width)
         self.mlp = Mlp(sizes.width, sizes.ffn, approximate="tanh")
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
@@ -44,7 +45,7 @@ class GPT(ReferenceModel):
         self.tokens = Embedding(sizes.vocab, sizes.width)
         self.positions = Embedding(sizes.context, sizes.width)
         self.blocks = nn.ModuleList(Block(sizes, i) for i in range(sizes.layers))
-        self.norm = nn.LayerNorm(sizes.width)
+        self.norm = LayerNorm(sizes.width)
         self.head = Linear(sizes.width, sizes.vocab, bias=False)
         if sizes.tie:
             tie(self.head, self.tokens)

@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from partita.models.common import Attend, Embedding, Linear, ReferenceModel, attend, tie
 from partita.models.init import draw
+from partita.models.layers import RMSNorm, rotate, swiglu
 from partita.models.noise import Noise, dropout
 from partita.models.sizes import Sizes, read_sizes
 
@@ -27,12 +27,6 @@ def rotary(positions: torch.Tensor, channels: int, base: float, dtype: torch.dty
     angles = positions.to(torch.float32).unsqueeze(-1) * rates
     angles = angles.unsqueeze(-3) if angles.ndim == 3 else angles[None, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """x [B, H, T, D] with channel i turned together with channel i + D/2."""
-    (a, b), (cos, sin) = x.chunk(2, dim=-1), turn
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class LlamaAttention(nn.Module):
@@ -66,7 +60,7 @@ class SwiGlu(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., C] -> [..., C]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(swiglu(gate, up))
 
 
 class LlamaBlock(nn.Module):
@@ -75,9 +69,9 @@ class LlamaBlock(nn.Module):
     def __init__(self, sizes: Sizes, index: int) -> None:
         super().__init__()
         self.dropout, self.index = sizes.dropout, index
-        self.norm1 = nn.RMSNorm(sizes.width, eps=EPS)
+        self.norm1 = RMSNorm(sizes.width, eps=EPS)
         self.attention = LlamaAttention(sizes)
-        self.norm2 = nn.RMSNorm(sizes.width, eps=EPS)
+        self.norm2 = RMSNorm(sizes.width, eps=EPS)
         self.mlp = SwiGlu(sizes.width, sizes.ffn)
 
     def forward(self, x: torch.Tensor, turn: Turn, mask: torch.Tensor | None = None, noise: Noise | None = None) -> torch.Tensor:
@@ -95,7 +89,7 @@ class Llama(ReferenceModel):
         super().__init__(sizes)
         self.tokens = Embedding(sizes.vocab, sizes.width)
         self.blocks = nn.ModuleList(LlamaBlock(sizes, i) for i in range(sizes.layers))
-        self.norm = nn.RMSNorm(sizes.width, eps=EPS)
+        self.norm = RMSNorm(sizes.width, eps=EPS)
         self.head = Linear(sizes.width, sizes.vocab, bias=False)
         if sizes.tie:
             tie(self.head, self.tokens)

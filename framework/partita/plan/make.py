@@ -25,6 +25,7 @@ from partita.plan.solve.options import fresh
 from partita.plugin.types import Cost
 from partita.state.capabilities import CAPABILITIES
 from partita.state.optimizers import rule_names
+from partita.train.kernels import check_kernels
 
 
 @dataclass
@@ -107,6 +108,7 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
     plan = draft.freeze()
     able = {**CAPABILITIES, "schedules": frozenset({"none", *registry.slots().get("executor", ())})}
     problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, able), *check_rules(plan, draft)]
+    problems += check_kernels(draft.config, registry)
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
     return plan, costs, list(dict.fromkeys(problems))

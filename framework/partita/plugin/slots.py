@@ -11,6 +11,7 @@ SLOTS: dict[str, str] = {
     "optimizer": "a function (config.optimizer) -> partita.state.optimizers.Rule",
     "lr_schedule": "a function (config.lr_schedule, steps) -> a function of the update (from 1) -> factor on optimizer.lr",
     "loss": "a function (logits, labels, *, label_smoothing, z_loss) -> (float32 sum, int64 count of labels that are not -100)",
+    "kernel": "a function (operation) -> a function with the signature of that operation's reference in partita_kernels; asked for by kernels.replace",
     "executor": "a function (partita.train.step.StepContext) -> partita.train.step.Executor; the name is the plan's schedule",
     "collective": "a function (CollectiveContext) -> partita.runtime.collectives.Collectives; the name is the plan's collectives.provider",
     "tier": "a function (partita.state.tiers.TierRequest) -> partita.state.tiers.Tier; asked for by the places in the plan's tiers",

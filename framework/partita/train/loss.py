@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+import partita_kernels
+from partita.models.layers import fused
+
 IGNORED = -100
 
 
@@ -17,6 +20,8 @@ def token_cross_entropy(
     exponentials (Chowdhery et al. 2022, section 5). Both are part of the sum. Without any counted label the sum is 0, and so are
     its gradients.
     """
+    if fused(logits):
+        return partita_kernels.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=label_smoothing, z_loss=z_loss)
     flat, target = logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1)
     counted = target != IGNORED
     total = F.cross_entropy(flat, target, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)

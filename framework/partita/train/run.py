@@ -27,6 +27,7 @@ from partita.state.engine import StateEngine
 from partita.state.optimizers import rule_names
 from partita.state.tiers import Tier, TierRequest
 from partita.train.checkpoint import Checkpointer
+from partita.train.kernels import use_kernels
 from partita.train.metrics import MetricsFile
 from partita.train.step import Executor, StepContext
 from partita.train.view import View
@@ -118,6 +119,7 @@ def _build(run: Run) -> None:
     """mesh -> model on meta -> transforms -> state buffers -> optimizer -> data -> resume."""
     config, registry = run.config, run.registry
     torch.manual_seed(config.seed)
+    use_kernels(config, registry)
     run.tokenizer = make_tokenizer(config, registry)
     model = registry.build_model(config, config.model.vocab or run.tokenizer.vocab_size)
     for transform in registry.transforms(run.plan):

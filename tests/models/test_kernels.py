@@ -1,0 +1,96 @@
+"""Reference models with kernels and without: the same losses and gradients; kernels of others by config."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_models import VOCAB, build, spread
+
+import partita_kernels
+from partita.config.schema import KernelsConfig
+from partita.errors import ConfigError
+from partita.models import layers
+from partita.plugin.registry import Registry
+from partita.train.kernels import check_kernels, find, use_kernels
+from partita.train.loss import token_cross_entropy
+
+
+class Config:
+    def __init__(self, **kernels):
+        self.kernels = KernelsConfig(**kernels)
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    yield
+    use_kernels(Config(), None)
+
+
+def losses(model, when, dtype, steps=5):
+    """Of plain descent, which would show a wrong scale."""
+    model = copy.deepcopy(model).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    layers.choose(when)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for _ in range(steps):
+        ids = torch.randint(0, VOCAB, (3, 17), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, :5] = -100
+        total, count = token_cross_entropy(model(ids[:, :-1]), labels, label_smoothing=0.1, z_loss=1e-3)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        found.append((total / count).item())
+    norm = torch.cat([p.grad.flatten().float() for p in model.parameters()]).norm().item()
+    return torch.tensor([*found, norm], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("name", "options"), [("gpt", {}), ("llama", {"kv_heads": 2}), ("bert", {})])
+def test_kernels_on_and_off(name, options, dtype, bound):
+    model = spread(build(name, **options)).train()
+    off, on = (losses(model, when, dtype) for when in ("never", "always"))
+    assert not torch.equal(off, on) or dtype != torch.float32
+    torch.testing.assert_close(on, off, rtol=bound, atol=0)
+
+
+def test_kernels_are_in_the_compiled_graph():
+    model = build("llama")
+    layers.choose("always")
+    ids = torch.randint(0, VOCAB, (2, 9))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, want = compiled(ids), model(ids)
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(y.square().sum(), list(model.parameters())) for y in (got, want)]
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_unknown_choices_are_refused():
+    registry = Registry.load([])
+    problems = check_kernels(Config(layers="sometimes", replace={"nrom": "liger", "glu": "ligr", "norm": "liger"}), registry)
+    told = "\n".join(map(str, problems))
+    assert "kernels.layers: 'sometimes'" in told
+    assert "did you mean 'norm'" in told
+    assert "'liger'" in told
+    assert "liger has no implementation of 'norm'" in told
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        find("glu", "liger", Registry.load([]))
+
+
+def test_replacements_end_with_the_run():
+    class Provider:
+        def provide(self, slot, name):
+            return lambda operation: lambda tensors: torch.tensor(7.0)
+
+    use_kernels(Config(replace={"squared_norm": "mine"}), Provider())
+    assert partita_kernels.squared_norm([torch.ones(3)]).item() == 7.0
+    use_kernels(Config(), None)
+    assert partita_kernels.squared_norm([torch.ones(3)]).item() == 3.0
