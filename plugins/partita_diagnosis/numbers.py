@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from partita.errors import PartitaError
-from partita.plan.plan import GRADIENT_AXES
 from partita_diagnosis.report import Report
 
 WINDOW, FEWEST = 64, 16  # losses that a new one is compared with
@@ -74,29 +73,21 @@ def _collect(folder: Path, world: int) -> dict[int, Found]:
 
 
 def _bad_weights(run: Any) -> Found | None:
-    for i, (name, place) in enumerate(_segments(run)):
-        bucket, lo, hi = place
-        if not bool(torch.isfinite(bucket.master[lo:hi]).all()):
-            return {"kind": "weights", "name": name, "order": i - 10**6}
+    for i, piece in enumerate(s for s in run.engine.load_slices() if s.key.startswith("model.")):
+        if not bool(torch.isfinite(piece.data).all()):
+            return {"kind": "weights", "name": piece.key.removeprefix("model."), "order": i - 10**6}
     return None
 
 
 def _bad_gradients(run: Any) -> Found | None:
-    for i, (name, place) in enumerate(_segments(run)):
-        bucket, lo, hi = place
-        if bucket.reduced is not None and not bool(torch.isfinite(bucket.reduced[lo:hi]).all()):
-            return {"kind": "gradients", "name": name, "order": i + 10**6}
-    return None
-
-
-def _segments(run: Any) -> list[tuple[str, tuple[Any, int, int]]]:
-    """(parameter, (bucket, range in this rank's shard)) of what this rank owns."""
-    out = []
-    for bucket in run.engine.buckets:
+    for i, bucket in enumerate(run.engine.buckets):
+        if bucket.reduced is None or bool(torch.isfinite(bucket.reduced).all()):
+            continue
         for s, lo, hi in bucket.layout.owned(bucket.index):
-            start = s.offset - bucket.index * bucket.layout.shard
-            out.append((s.name, (bucket, start + lo, start + hi)))
-    return out
+            start = s.offset - (bucket.index * bucket.layout.shard if bucket.reduced.numel() == bucket.layout.shard else 0)
+            if not bool(torch.isfinite(bucket.reduced[start + lo : start + hi]).all()):
+                return {"kind": "gradients", "name": s.name, "order": i + 10**6}
+    return None
 
 
 def _rerun(run: Any, step: int) -> Found | None:
@@ -158,11 +149,13 @@ class Spikes:
 @torch.no_grad()
 def compare_replicas(run: Any, step: int, report: Report) -> None:
     """Compare a hash of each parameter with those of the other ranks that must hold the same. Collective."""
-    whole = [b for b in run.engine.buckets if not b.cut]
-    cut = [b for b in run.engine.buckets if b.cut]
-    _compare(run, step, report, whole, run.mesh.group(GRADIENT_AXES))
-    if cut:
-        _compare(run, step, report, cut, cut[0].groups.replicas)
+    families: dict[Any, tuple[Any, list[Any]]] = {}
+    for bucket in run.engine.buckets:  # whole weights are the same along both groups of a bucket, cut ones along the replicas
+        for kind in ("replicas",) if bucket.cut else ("shard", "replicas"):
+            group = getattr(bucket.groups, kind)
+            families.setdefault((bucket.cut, kind, group.ranks), (group, []))[1].append(bucket)
+    for group, buckets in families.values():
+        _compare(run, step, report, buckets, group)
 
 
 def _compare(run: Any, step: int, report: Report, buckets: list[Any], group: Any) -> None:
@@ -171,9 +164,15 @@ def _compare(run: Any, step: int, report: Report, buckets: list[Any], group: Any
     names, values = [], []
     for bucket in buckets:
         bucket.wait_gathered()
-        for s in bucket.layout.segments if not bucket.cut else [x for x, _, _ in bucket.layout.owned(bucket.index)]:
-            names.append(s.name)
-            values.append(bucket.full[s.offset : s.offset + s.numel] if not bucket.cut else bucket.own)
+        if not bucket.cut:
+            names += [s.name for s in bucket.layout.segments]
+            values += [bucket.full[s.offset : s.offset + s.numel] for s in bucket.layout.segments]
+    if buckets[0].cut:
+        held = {f"model.{s.name}" for bucket in buckets for s in bucket.layout.segments}
+        pieces = [s for s in run.engine.load_slices() if s.key in held and s.data.numel()]
+        names, values = [s.key.removeprefix("model.") for s in pieces], [s.data for s in pieces]
+    if not values:
+        return
     table = torch.stack([torch.stack([_hash(v), _largest(v)]) for v in values]).to(run.mesh.device)
     everyone = torch.empty(group.size * table.numel(), dtype=table.dtype, device=table.device)
     dist.all_gather_into_tensor(everyone, table.view(-1), group=group.process_group)
