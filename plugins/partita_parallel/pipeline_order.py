@@ -28,6 +28,7 @@ TORCH = {
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
+SPLIT = ("interleaved_zb", "zbv", "dualpipev")  # schedules that run backward in two halves
 FIXED = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}  # schedules that know one number of stages only
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"  # B: all of backward; I and W: its halves

@@ -13,7 +13,7 @@ from partita.plan.problems import Problem
 from partita.plan.stages import stage_units
 from partita_parallel.degrees import as_count
 from partita_parallel.pipeline_cut import cut_by_cost, cut_by_count, model_costs
-from partita_parallel.pipeline_order import FIXED, SCHEDULES, STAGES, course_of, legal_micro_batches, place_stages
+from partita_parallel.pipeline_order import FIXED, SCHEDULES, SPLIT, STAGES, course_of, legal_micro_batches, place_stages
 
 GATHERS = ("action", "run", "step")
 
@@ -99,6 +99,10 @@ def with_course(draft: PlanDraft, schedule: Schedule, layout: Layout) -> Schedul
     gather = "run" if config.gather == "auto" else config.gather
     if gather not in GATHERS:
         draft.problem(Problem("parallel.gather", f"{gather!r} is none.", "Use auto, " + ", ".join(GATHERS) + "."))
+        gather = "run"
+    if gather == "action" and schedule.name in SPLIT:
+        reason = f"{schedule.name} runs backward in halves, and the first one needs a whole stage"
+        draft.effect("parallel.gather", "action", "run", reason)
         gather = "run"
     schedule = replace(schedule, gather=gather)
     each = len(layout.stage_ranks) // layout.pipeline

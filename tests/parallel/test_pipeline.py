@@ -170,3 +170,21 @@ def test_every_schedule_can_be_asked_for():
             "model.layers=4", "parallel.data=1", "parallel.pipeline=2", f"parallel.schedule={name}", "train.micro_batch=1"
         )[0]
         assert not plan.problems and plan.plan.schedule.name == name and plan.plan.schedule.in_flight
+
+
+def test_the_plan_states_what_longer_gathers_and_rarer_reductions_keep():
+    def working(*overrides):
+        layout = ("model.layers=8", "parallel.pipeline=2", "parallel.data=2", "+strategy=zero3", "train.micro_batch=1")
+        plan = planned(*layout, *overrides)[0]
+        assert not plan.problems
+        return {c.what: c.bytes for c in plan.costs if c.category == "working"}
+
+    by_gather = [
+        working(f"parallel.gather={g}", "parallel.schedule=interleaved")["weights gathered"] for g in ("action", "run", "step")
+    ]
+    assert by_gather == sorted(set(by_gather))
+    rare, often = (working(f"parallel.reduce_every={n}")["gradients being reduced"] for n in (4, 1))
+    assert rare > often
+    (line,) = planned("model.layers=4", "parallel.data=1", "parallel.pipeline=2", "parallel.schedule=zbv", "parallel.gather=action",
+                      "train.micro_batch=1")[0].manifest.differences()  # fmt: skip
+    assert (line.key, line.got) == ("parallel.gather", "run")

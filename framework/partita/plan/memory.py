@@ -60,15 +60,29 @@ def working_bytes(draft: PlanDraft, plan: Plan) -> dict[str, int]:
     found = {}
     if layout.size(placement.parameters) > 1 or (away and placement.parameters):
         ahead = min(1 + int(plan.extensions.get("prefetch", 1)), max(1, len(draft.model.blocks)))
-        found["weights gathered"] = root + ahead * block
+        stage, rank = _stage_bytes(draft, plan)
+        longer = {"run": min(stage + block, rank), "step": rank} if layout.pipeline > 1 else {}
+        found["weights gathered"] = root + max(longer.get(plan.schedule.gather, 0), min(ahead * block, rank))
     state, cut = merged_layouts(draft, plan)[0], layout.size(placement.optimizer)
     stows = plan.tiers.gradients.place != "accelerator"
-    elements = (root + 2 * block) // size_of(plan.precision.compute)
+    kept = _stage_bytes(draft, plan)[1] if plan.schedule.reduce_every > 1 else 2 * block
+    elements = (root + kept) // size_of(plan.precision.compute)
     if (cut > 1 or stows) and (placement.gradients or not state.accumulates):
         found["gradients being reduced"] = elements * state.gradient_dtype.itemsize
     if cut > 1 and stows:
         found["gradients on their way to their tier"] = elements // cut * size_of(plan.precision.gradient)
     return found
+
+
+def _stage_bytes(draft: PlanDraft, plan: Plan) -> tuple[int, int]:
+    """Weights of the blocks of the largest stage, and of the fullest rank with all of its stages, when they are whole."""
+    layout = plan.layout
+    numel = {u.name: u.numel for u in draft.model.units if u.name != draft.model.root}
+    stages = [sum(numel.get(u, 0) for u in units) for units in stage_units(draft.model, layout)]
+    placed = layout.stage_ranks or tuple(range(len(stages)))
+    ranks = [sum(n for n, r in zip(stages, placed, strict=False) if r == rank) for rank in range(layout.pipeline)]
+    width = size_of(plan.precision.compute)
+    return max(stages) * width // layout.tensor, max(ranks) * width // layout.tensor
 
 
 def trace(draft: PlanDraft, plan: Plan) -> Trace:
