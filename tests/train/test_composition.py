@@ -1,0 +1,92 @@
+"""The composition matrix: every pair of choices of every two strategies trains somewhere here, and agrees with one rank."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import commands
+
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "zero": {
+        "stage0": ("zero=stage0",),
+        "stage1": ("zero=stage1",),
+        "stage2": ("zero=stage2",),
+        "stage3": ("zero=stage3",),
+        "hsdp": ("zero=hsdp",),
+    },
+    "offload": {"none": (), "host": ("offload=host",), "file": ("offload=file",)},
+    "parallel": {
+        "data": ("parallel.data=2",),
+        "tensor": ("parallel.data=2", "parallel.tensor=2"),
+        "context": ("parallel.data=2", "parallel.context=2"),
+        "micro": ("parallel.data=2", "train.micro_batch=1"),
+    },
+    "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",)},
+    "recompute": {"none": (), "full": ("recompute=full",)},
+    "moe": {"dense": (), "moe": ("moe=deepseek", "moe.experts=4")},
+    "compression": {"native": (), "int8": ("compression=int8",)},
+}
+MODEL = ("model.dropout=0.1", "train.steps=4", "optimizer=sgd", "optimizer.lr=0.2", "train.grad_clip=0", "train.save_at_end=false")
+
+
+def pairwise_cases(seed: int = 1) -> list[dict[str, str]]:
+    """Few combinations in which every two choices of different groups meet: greedy, out of random candidates."""
+    draw = random.Random(seed)
+    groups = list(CHOICES)
+    missing = {
+        frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(groups, 2) for x in CHOICES[a] for y in CHOICES[b]
+    }
+    cases = []
+    while missing:
+        fixed = dict(sorted(draw.choice(sorted(missing, key=sorted))))
+        candidates = [{g: fixed.get(g) or draw.choice(list(CHOICES[g])) for g in groups} for _ in range(60)]
+        best = max(candidates, key=lambda c: len(missing & pairs(c)))
+        missing -= pairs(best)
+        cases.append(best)
+    return cases
+
+
+def pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
+    """All pairs of choices in a case."""
+    return {frozenset(p) for p in itertools.combinations(case.items(), 2)}
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory):
+    """Losses and norms of one plain rank for a precision and a model, computed once."""
+    known: dict[tuple[str, str], Path] = {}
+
+    def of(case: dict[str, str]) -> Path:
+        key = (case["precision"], case["moe"])
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("matrix") / "run"
+            overrides = (*CHOICES["precision"][key[0]], *CHOICES["moe"][key[1]])
+            commands.train(known[key], "parallel.data=1", *overrides, *MODEL)
+        return known[key]
+
+    return of
+
+
+def bound(case: dict[str, str]) -> float:
+    """float32 agrees to rounding; bfloat16 and int8 messages round on the way."""
+    if case["precision"] == "bf16":
+        return 2e-2
+    return 1e-2 if case["compression"] == "int8" else 1e-5
+
+
+@pytest.mark.parametrize("case", pairwise_cases(), ids=lambda c: "-".join(c.values()))
+def test_composition(case: dict[str, str], reference, tmp_path: Path) -> None:
+    expert = ("parallel.expert=2",) if case["moe"] == "moe" else ()
+    overrides = [o for group, choice in case.items() for o in CHOICES[group][choice]]
+    commands.train(tmp_path / "run", *overrides, *expert, *MODEL)
+    want = reference(case)
+    assert commands.column(tmp_path / "run", "loss") == pytest.approx(commands.column(want, "loss"), rel=bound(case))
+    norms = commands.column(tmp_path / "run", "grad_norm")
+    assert norms == pytest.approx(commands.column(want, "grad_norm"), rel=3 * bound(case))
