@@ -33,16 +33,21 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "moe": {"dense": (), "moe": ("moe=deepseek", "moe.experts=4")},
     "compression": {"native": (), "int8": ("compression=int8",)},
 }
-MODEL = ("model.dropout=0.1", "train.steps=4", "optimizer=sgd", "optimizer.lr=0.2", "train.grad_clip=0", "train.save_at_end=false")
+MODEL = (
+    "model.dropout=0.1",
+    "train.steps=4",
+    "optimizer=sgd",
+    "optimizer.lr=0.2",
+    "train.grad_clip=0",
+    "train.save_at_end=false",
+)
 
 
 def pairwise_cases(seed: int = 1) -> list[dict[str, str]]:
     """Few combinations in which every two choices of different groups meet: greedy, out of random candidates."""
     draw = random.Random(seed)
     groups = list(CHOICES)
-    missing = {
-        frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(groups, 2) for x in CHOICES[a] for y in CHOICES[b]
-    }
+    missing = {frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(groups, 2) for x in CHOICES[a] for y in CHOICES[b]}
     cases = []
     while missing:
         fixed = dict(sorted(draw.choice(sorted(missing, key=sorted))))
