@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -190,3 +191,16 @@ def test_file_systems_without_direct_io_are_told(tmp_path: Path, monkeypatch: py
     store.write(0, torch.arange(5.0)).wait()
     assert store.mapped().tolist() == [0, 1, 2, 3, 4]
     tier.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit on private memory is Linux's")
+def test_trains_states_three_times_the_memory_limit(tmp_path: Path) -> None:
+    """RLIMIT_DATA on a process whose weights, gradients and optimizer states lie in files."""
+    # glibc keeps freed memory of up to 32 MiB to itself unless it is told to map what is large
+    env = dict(os.environ, OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536")
+    command = [sys.executable, str(Path(__file__).parent / "small_memory.py"), str(tmp_path)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert out.returncode == 0, out.stderr[-3000:]
+    limit, states, first, second = map(float, out.stdout.split()[-4:])
+    assert states >= 3 * limit
+    assert second < first
