@@ -61,14 +61,6 @@ def test_ranks_not_divisible_by_the_other_axes(plan_of):
     assert "6 ranks can't be divided by pipeline x context x tensor = 4" in problem(planned, "parallel.data").reason
 
 
-@pytest.mark.parametrize("axis", ["expert"])
-def test_axes_of_later_versions_are_refused_after_planning(plan_of, axis):
-    planned = plan_of(parallel__data=2, train__micro_batch=2, **{f"parallel__{axis}": 2})
-    found = planned.problems[-1]
-    assert found.key == f"parallel.{axis}" and "is not in this version" in found.reason
-    assert getattr(planned.plan.layout, axis) == 2 and planned.costs
-
-
 @pytest.mark.parametrize("value", [0, -1, "four"])
 def test_counts(plan_of, value):
     assert "is no positive whole number" in problem(plan_of(parallel__shard=value), "parallel.shard").reason
