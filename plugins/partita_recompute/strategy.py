@@ -15,7 +15,7 @@ from partita_recompute.config import RecomputeConfig
 if TYPE_CHECKING:
     from torch import nn
 
-POLICIES = {"none": "keep", "full": "full", "selective": "selective", "budget": "budget"}
+POLICIES = {"none": "keep", "full": "full", "selective": "selective", "budget": "keep"}
 # Attention keeps the most bytes for the least compute (Korthikanti et al. 2022, section 5).
 SELECTIVE = ("*attention*", "*attn*")
 
@@ -40,6 +40,11 @@ def partita_decide(draft: PlanDraft) -> None:
             draft.effect("recompute.patterns", [], list(patterns), "default of selective")
     if config.policy == "full" and not draft.model.blocks:
         draft.effect("recompute.policy", "full", "none", "the model has no blocks to recompute")
+    if config.policy == "budget" and config.budget is not None:
+        from partita_recompute.budget import fit  # torch is imported only where a plan is made
+
+        draft.write("activations", fit(draft, config.budget))
+        return
     draft.write("activations", Activations(default=POLICIES.get(config.policy, "keep"), patterns=patterns))
 
 
@@ -54,6 +59,10 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     if config.budget is not None and config.policy != "budget":
         reason = f"a budget is used by recompute.policy=budget only, and it is {config.policy!r}."
         problems.append(Problem("recompute.budget", reason, "Drop recompute.budget."))
+    if config.budget is None and config.policy == "budget":
+        problems.append(
+            Problem("recompute.budget", "recompute.policy=budget needs a budget.", "Give recompute.budget in bytes, e.g. 2e9.")
+        )
     dead = [p for p in plan.activations.patterns if not draft.model.matching_modules((p,))]
     if dead and (config.patterns or len(dead) == len(plan.activations.patterns)):
         reason = f"no module inside a unit matches {', '.join(map(repr, dead))}."

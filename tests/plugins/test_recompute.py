@@ -17,9 +17,27 @@ def test_policies(plan_of, policy, default):
     assert planned.plan.activations.default == default and not planned.problems
 
 
-def test_budget_is_planned_and_refused(plan_of):
-    (found,) = plan_of(recompute__policy="budget", recompute__budget=1e6).problems
-    assert found.key == "recompute.policy" and "not in this version" in found.reason
+def kept(planned):
+    return sum(c.bytes for c in planned.costs if c.category == "activations" and "kept" in c.what)
+
+
+def test_budget_recomputes_as_few_blocks_as_fit(plan_of):
+    everything, least = kept(plan_of()), kept(plan_of(recompute__policy="full"))
+    block = (everything - least) / len(plan_of().model.blocks)
+    for blocks in range(len(plan_of().model.blocks) + 1):
+        planned = plan_of(recompute__policy="budget", recompute__budget=everything - blocks * block)
+        assert not planned.problems
+        names = [name for name, decision in planned.plan.activations.units if decision == "full"]
+        assert names == list(planned.model.blocks[:blocks])
+        assert kept(planned) <= everything - blocks * block
+    assert plan_of(recompute__policy="budget", recompute__budget=everything).manifest.differences()
+
+
+def test_budget_that_nothing_fits_or_that_is_not_given(plan_of):
+    (found,) = plan_of(recompute__policy="budget", recompute__budget=1.0).problems
+    assert found.key == "recompute.budget" and "every block recomputed" in found.reason
+    (found,) = plan_of(recompute__policy="budget").problems
+    assert found.key == "recompute.budget" and "needs a budget" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -47,7 +65,7 @@ def test_model_without_blocks_is_told(plan_of):
 
 
 def test_transform_only_where_something_recomputes(registry, plan_of):
-    assert [t.name for t in registry.transforms(plan_of().plan)] == []
+    assert "recompute" not in [t.name for t in registry.transforms(plan_of().plan)]
     assert [t.name for t in registry.transforms(plan_of(recompute__policy="full").plan)] == ["recompute"]
 
 

@@ -305,3 +305,49 @@ def narrow_wire(rank: int, world: int, placement: str, native: bool) -> float:
     engine.backward(engine.model(1.001 if rank == 0 else 256.0), last=True)
     engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
     return float(engine.full_tensor("w", "gradient"))
+
+
+def changed_gradient(rank: int, world: int, placement: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """One gradient is doubled, another projected onto a row, between reduction and update; SGD lr 1."""
+    engine = engine_for(rank, world, placement, TwoPaths(), sgd(1.0))
+    engine.begin_step()
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+    engine.backward(engine.model(x, flip=False) / world, last=True)
+    engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
+    with engine.full_gradient("a.weight") as gradient:
+        gradient.mul_(2)
+    with engine.full_gradient("b.weight") as gradient:
+        gradient[1:] = 0
+    norm = engine.gradient_norm()
+    engine.update(1.0, 0.0, norm)
+    return norm, {b.name: engine.full_tensor(b.name) for b in engine.bindings}
+
+
+class Gated(nn.Module):
+    """Three blocks; `skip` is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int | None) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            x = x if i == skip else torch.tanh(block(x))
+        return x
+
+
+def diverge(rank: int, world: int, placement: str, prefetch: int) -> None:
+    """Rank 0 leaves out one block, rank 1 another."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    made, config = make_plan(world, placement), sgd()
+    mesh = Mesh(made.layout, rank, torch.device("cpu"))
+    engine = StateEngine(Gated(), made, mesh, config, make_sgd(config), prefetch=prefetch)
+    engine.materialize()
+    engine.begin_step()
+    engine.backward(engine.model(torch.ones(2, 4), skip=rank).sum(), last=True)
+    engine.finish_gradients(torch.zeros(1, dtype=torch.float64))

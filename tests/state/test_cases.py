@@ -13,8 +13,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "dis
 
 import cases
 from engine_runs import HERE, NARROWER, PLACEMENTS, tiers_at
-from pool import run_ranks
+from pool import RankError, run_ranks
 
+from partita.errors import PartitaError
 from partita.plan.plan import Tier, Tiers
 
 every_home = pytest.mark.parametrize("home", ["", "host", "file"])
@@ -164,3 +165,30 @@ def test_gradients_travel_in_the_format_of_the_plan(placement: str, native: bool
     """1.001 becomes 1 on a bfloat16 wire. The sum 257 needs float32 (bfloat16 has 256 and 258); only a shared sum is rounded again."""
     expected = 256.0 if placement == "replicated" else 257.0
     assert ranks(2, cases.narrow_wire, placement, native) == [expected, expected]
+
+
+@every_placement
+def test_gradients_can_be_changed_before_the_update(placement: str) -> None:
+    model = cases.TwoPaths()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss = sum(model(torch.randn(6, 8, generator=torch.Generator().manual_seed(r)), False) for r in range(2)) / 2
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    grads["a.weight"].mul_(2)
+    grads["b.weight"][1:] = 0
+    expected = torch.stack([g.norm() for g in grads.values()]).norm()
+    for norm, weights in ranks(2, cases.changed_gradient, placement):
+        assert norm == pytest.approx(float(expected), rel=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, start[name] - grads[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_ranks_that_run_different_blocks_are_told_so(prefetch: int) -> None:
+    """Weights of equal sizes would meet without an error of the backend."""
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, cases.diverge, "parameters", prefetch, timeout=40)
+    said = str(raised.value.__cause__)
+    assert isinstance(raised.value.__cause__, PartitaError)
+    assert "same blocks" in said
+    assert "gather of blocks." in said

@@ -21,6 +21,7 @@ from partita.plan.plan import Placement
 from partita.runtime.collectives import Collectives, Work, nested_all_gather, nested_reduce_scatter
 from partita.runtime.collectives import Done as Nothing
 from partita.runtime.mesh import Group
+from partita.state.journal import Journal
 from partita.state.layout import BucketLayout, Segment, StateLayout, dtype_of
 from partita.state.optimizers import State
 from partita.state.slices import StateSlice
@@ -95,7 +96,9 @@ class Bucket:
         device: torch.device,
         wire: torch.dtype,
         homes: Homes,
+        journal: Journal,
     ) -> None:
+        self._journal = journal
         self.layout, self.groups, self._pool, self._homes = layout, groups, pool, homes
         self._collectives = collectives.for_bucket(layout, state, groups)
         self._placement: Placement = state.placement_of(layout)
@@ -230,6 +233,8 @@ class Bucket:
             self.full.untyped_storage().resize_(self._bytes)
             self._renew()
             self._fetched().wait()
+        if self.groups.levels:
+            self._journal.note(f"gather of {self.layout.unit}")
         levels = self.groups.levels[: self.groups.weights] if self.cut else self.groups.levels
         self._gathering = nested_all_gather(self._collectives, self.full, levels)
         self.weights = Weights.GATHERING
@@ -268,7 +273,7 @@ class Bucket:
         self.wait_updated()
         self.gather()
         if self._gathering is not None:
-            self._gathering.wait()
+            self._journal.wait(self._gathering, f"gather of {self.layout.unit}")
             self._gathering = None
         self.weights = Weights.GATHERED
 
@@ -321,6 +326,8 @@ class Bucket:
             self.wait_updated()  # it reads the gradients of the last step
             self._take_reduced()
         assert self.reduced is not None
+        if self.groups.shard.size * self.groups.replicas.size > 1:
+            self._journal.note(f"reduction of {self.layout.unit}")
         if self.groups.shard.size > 1:
             levels = self.groups.levels[: self.groups.gradients] or self.groups.levels
             into = self.reduced if self.partial is None else self.partial
@@ -342,7 +349,7 @@ class Bucket:
         """Finish the reduction over the shard group, if one is under way. last: of this update."""
         if self._reducing is None:
             return
-        self._reducing.wait()
+        self._journal.wait(self._reducing, f"reduction of {self.layout.unit}")
         self._reducing = None
         self._accumulated = True
         if self.groups.shard.size > 1:

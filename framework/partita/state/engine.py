@@ -29,11 +29,12 @@ from partita.runtime.collectives import Collectives, collectives_for, nested_all
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
 from partita.state.copies import Copies
+from partita.state.journal import Journal
 from partita.state.layout import RuleLayout, build_layout, dtype_of, nested_cuts
 from partita.state.optimizers import Rule, State, rule_reason
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
-from partita.state.stored import Source, initial, slices_of
+from partita.state.stored import Source, allocated, fill_buffers, initial, slices_of
 from partita.state.tiers import FarUpdater, Homes, Tier
 from partita.state.unit import Unit
 from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
@@ -84,6 +85,9 @@ class StateEngine:
         for partial in ((), ("tensor",)):
             self._groups((), partial)
         self._everyone = mesh.group(AXES)
+        self._journal = Journal(mesh.rank)
+        # where all data ranks share each gather they must make the same ones; ranks of a pipeline never do
+        self._compares = self.stages is None and plan.layout.size(self.layout.placement.parameters) == plan.layout.data > 1
         self._copies = Copies(self.stages, mesh)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
@@ -141,14 +145,16 @@ class StateEngine:
         buckets: dict[str, list[Bucket]] = {}
         for layout in self.layout.buckets:
             groups = self._groups(layout.axes, layout.partial)
-            bucket = Bucket(layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype, self._homes)
+            bucket = Bucket(
+                layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype, self._homes, self._journal
+            )
             for i, s in enumerate(layout.segments):
                 bucket.write(i, initial(source, s) if source else by_name[s.name].parameter.detach())
             bucket.written()
             bucket.bind([self._real_parameter(by_name[s.name]) for s in layout.segments])
             bucket.free()
             buckets.setdefault(layout.unit, []).append(bucket)
-        self._materialize_buffers()
+        fill_buffers(self.model, self.device)
         blocks = [Unit(name, module, buckets.get(name, [])) for name, module in find_units(self.model)]
         outside = [b for name, found in buckets.items() if name == ROOT or name.startswith(SHARED) for b in found]
         self.root = Unit(ROOT, self.model, outside)
@@ -173,19 +179,6 @@ class StateEngine:
         for module, attribute in binding.holders:
             module._parameters[attribute] = new
         return new
-
-    def _materialize_buffers(self) -> None:
-        for module in self.model.modules():
-            init = getattr(module, "init_buffers", None)
-            if init is not None:
-                init(self.device)
-        for name, buffer in self.model.named_buffers():
-            if buffer.is_meta:
-                raise PartitaError(f"buffer {name!r} is on the meta device and its module has no init_buffers(device) to fill it")
-        for module in self.model.modules():
-            for key, held in module._buffers.items():
-                if held is not None and held.device != self.device:
-                    module._buffers[key] = held.to(self.device)
 
     def _make_far_updater(self, order: list[Bucket]) -> FarUpdater:
         far = FarUpdater(order, self.layout.groups, self.rules, self.device, self._homes.lane)
@@ -378,11 +371,49 @@ class StateEngine:
             work.wait()
         for bucket in trainable:
             self._copies.sum(bucket)
-        packed = torch.cat([self._square([b for b in trainable if self._copies.owns(b)], extra.dtype), extra.to(self.device)])
+        journal = torch.tensor(self._journal.values(), dtype=extra.dtype)
+        square = self._square([b for b in trainable if self._copies.owns(b)], extra.dtype)
+        packed = torch.cat([square, extra.to(self.device), journal.to(self.device)])
         self._collectives.all_reduce(packed, self._everyone).wait()
-        values = packed.tolist()
-        norm = values[0] ** 0.5 if values[0] >= 0 else float("nan")
-        return norm / self.scaler.value, values[1:]
+        square_sum, *values, digests, squares = packed.tolist()
+        if self._compares and packed.dtype == torch.float64:
+            self._journal.compare(digests, squares, self._everyone.size)
+        return self._norm(square_sum), values
+
+    def _norm(self, square_sum: float) -> float:
+        return (square_sum**0.5 if square_sum >= 0 else float("nan")) / self.scaler.value
+
+    def gradient_norm(self) -> float:
+        """The global gradient norm anew, after gradients have been changed since `finish_gradients`. Collective."""
+        owned = [b for u in self._reduce_order for b in u.trainable if self._copies.owns(b)]
+        square = self._square(owned, torch.float64)
+        self._collectives.all_reduce(square, self._everyone).wait()
+        return self._norm(float(square))
+
+    @contextmanager
+    def full_gradient(self, name: str) -> Iterator[torch.Tensor]:
+        """The whole reduced gradient of a parameter, to be changed in place; what it is at the end is taken over by all ranks.
+
+        Between `finish_gradients` and `update`, with the loss scale. Collective: every rank makes the same change. `gradient_norm` gives
+        the norm for `update`. Raises PartitaError for gradients that lie in a tier.
+        """
+        bucket, i = self._find(name)
+        if "gradient" not in bucket.arrays or bucket.arrays["gradient"].far is not None:
+            raise PartitaError(
+                f"the gradient of {name!r} can't be changed: it is frozen, or offloaded (set offload.gradients=none)"
+            )
+        whole = self.full_tensor(name, "gradient")
+        yield whole
+        s = bucket.layout.segments[i]
+        local, base = s.part.take(whole).reshape(-1), bucket.index * bucket.layout.shard
+        lo, hi = max(base, s.offset), min(base + bucket.layout.shard, s.offset + s.numel)
+        if lo < hi:
+            bucket.arrays["gradient"].near[lo - base : hi - base].copy_(local[lo - s.offset : hi - s.offset])
+
+    def _find(self, name: str) -> tuple[Bucket, int]:
+        if name not in self._place:
+            raise PartitaError(f"no parameter is called {name!r}")
+        return self._place[name]
 
     def _square(self, trainable: list[Bucket], dtype: torch.dtype) -> torch.Tensor:
         """This rank's share [1] of the squared norm: what several ranks hold is divided among them, so each element counts once."""
@@ -454,10 +485,8 @@ class StateEngine:
         kind: `parameter` (master weights), `gradient` (reduced, between finish_gradients and the next begin_step, with the loss scale),
         or an optimizer state such as `exp_avg`. Raises PartitaError for an unknown name or kind.
         """
-        if name not in self._place:
-            raise PartitaError(f"no parameter is called {name!r}")
+        bucket, i = self._find(name)
         self.settle()
-        bucket, i = self._place[name]
         like_weights = [
             k for k in bucket.arrays if k not in bucket.formats or bucket.formats[k] == State(bucket.formats[k].dtype)
         ]
@@ -482,22 +511,7 @@ class StateEngine:
 
     def allocated(self, place: str = "accelerator") -> dict[str, int]:
         """Bytes of states at rest on this rank in one place, by category as `StateLayout.bytes`, read from the buffers themselves."""
-        total = {}
-        states = {k for rule in self.layout.rules for k in rule.states}
-        kinds = {"parameters": ("parameter",), "gradients": ("gradient",), "optimizer": ("master", *states)}
-        for category, names in kinds.items():
-            arrays = {id(b.arrays[k]): b.arrays[k] for b in self.buckets for k in names if k in b.arrays}
-            if category == "optimizer":
-                arrays = {i: a for i, a in arrays.items() if all(a is not b.own for b in self.buckets)}
-            if place != "accelerator":
-                here = getattr(self.layout.tiers, category).place == place
-                total[category] = sum(a.far.numel * a.dtype.itemsize for a in arrays.values() if a.far is not None) if here else 0
-                continue
-            near = [a.near for a in arrays.values()]
-            if category == "gradients":
-                near += [t for b in self.buckets for t in (b.gradient, b.partial) if t is not None]
-            total[category] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in near}.values())
-        return total
+        return allocated(self.buckets, self.layout, place)
 
     # ------------------------------------------------------------------ checkpoints
 

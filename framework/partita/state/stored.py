@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from partita.errors import PartitaError
 from partita.state.bucket import Bucket
-from partita.state.layout import Segment
+from partita.state.layout import Segment, StateLayout
 from partita.state.slices import StateSlice
 from partita.state.tiers import Array
 
@@ -51,3 +52,38 @@ def _like_the_weights(bucket: Bucket, s: Segment, lo: int, hi: int, key: str, ar
     for at, to, n in list(s.part.runs(lo, hi)) or [(lo, lo, 0)] * (math.prod(s.part.shape) == 0):
         for a, b, data in array.spans(start + at, start + at + n):
             yield StateSlice(key, s.part.shape, data.dtype, to + a - start - at, to + b - start - at, data)
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Have all buffers of a model on the device, with their values. Raises PartitaError where nothing fills one."""
+    for module in model.modules():
+        init = getattr(module, "init_buffers", None)
+        if init is not None:
+            init(device)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise PartitaError(f"buffer {name!r} is on the meta device and its module has no init_buffers(device) to fill it")
+    for module in model.modules():
+        for key, held in module._buffers.items():
+            if held is not None and held.device != device:
+                module._buffers[key] = held.to(device)
+
+
+def allocated(buckets: Sequence[Bucket], layout: StateLayout, place: str) -> dict[str, int]:
+    """Bytes of states at rest in one place, by category, read from the buffers themselves."""
+    total = {}
+    states = {k for rule in layout.rules for k in rule.states}
+    kinds = {"parameters": ("parameter",), "gradients": ("gradient",), "optimizer": ("master", *states)}
+    for category, names in kinds.items():
+        arrays = {id(b.arrays[k]): b.arrays[k] for b in buckets for k in names if k in b.arrays}
+        if category == "optimizer":
+            arrays = {i: a for i, a in arrays.items() if all(a is not b.own for b in buckets)}
+        if place != "accelerator":
+            here = getattr(layout.tiers, category).place == place
+            total[category] = sum(a.far.numel * a.dtype.itemsize for a in arrays.values() if a.far is not None) if here else 0
+            continue
+        near = [a.near for a in arrays.values()]
+        if category == "gradients":
+            near += [t for b in buckets for t in (b.gradient, b.partial) if t is not None]
+        total[category] = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in near}.values())
+    return total

@@ -18,6 +18,7 @@ from partita.plugin.registry import Registry
 from partita.runtime import phase
 from partita.runtime.collectives import CollectiveContext
 from partita.runtime.device import Device
+from partita.runtime.memory import keep_freed_memory
 from partita.runtime.mesh import Mesh
 from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
@@ -110,6 +111,8 @@ def _open(spec: RunSpec) -> Run:
     registry = Registry.load(spec.blocked)
     config = from_plain(spec.config, root_type(registry))
     device = Device.current()
+    if device.kind == "cpu":
+        keep_freed_memory()
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = Mesh(spec.plan.layout, rank, device.torch_device)
     return Run(spec, config, spec.plan, registry, device, mesh, StopFlag.installed(), spec.job.dir, spec.job.name)
