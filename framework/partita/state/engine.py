@@ -371,9 +371,8 @@ class StateEngine:
             work.wait()
         for bucket in trainable:
             self._copies.sum(bucket)
-        journal = torch.tensor(self._journal.values(), dtype=extra.dtype)
         square = self._square([b for b in trainable if self._copies.owns(b)], extra.dtype)
-        packed = torch.cat([square, extra.to(self.device), journal.to(self.device)])
+        packed = torch.cat([square, extra.to(self.device), self._journal.values(extra.dtype, self.device)])
         self._collectives.all_reduce(packed, self._everyone).wait()
         square_sum, *values, digests, squares = packed.tolist()
         if self._compares and packed.dtype == torch.float64:
@@ -385,8 +384,7 @@ class StateEngine:
 
     def gradient_norm(self) -> float:
         """The global gradient norm anew, after gradients have been changed since `finish_gradients`. Collective."""
-        owned = [b for u in self._reduce_order for b in u.trainable if self._copies.owns(b)]
-        square = self._square(owned, torch.float64)
+        square = self._square([b for u in self._reduce_order for b in u.trainable if self._copies.owns(b)], torch.float64)
         self._collectives.all_reduce(square, self._everyone).wait()
         return self._norm(float(square))
 

@@ -6,6 +6,8 @@ import zlib
 from collections import deque
 from typing import Any
 
+import torch
+
 from partita.errors import PartitaError
 
 BITS = 20  # of the digest: the sum of the squares over 8192 ranks is exact in float64
@@ -40,9 +42,9 @@ class Journal:
         """How far this rank is."""
         return f"It is its collective number {self.count}; the last were: {', '.join(self._last)}"
 
-    def values(self) -> list[float]:
+    def values(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Two numbers whose sums over all ranks tell whether the sequences are equal."""
-        return [float(self.digest), float(self.digest) ** 2]
+        return torch.tensor([float(self.digest), float(self.digest) ** 2], dtype=dtype, device=device)
 
     def compare(self, total: float, squares: float, ranks: int) -> None:
         """Raises PartitaError where the sums of `values` over `ranks` ranks show different sequences."""
