@@ -66,7 +66,7 @@ def test_model_without_blocks_is_told(plan_of):
 
 def test_transform_only_where_something_recomputes(registry, plan_of):
     assert "recompute" not in [t.name for t in registry.transforms(plan_of().plan)]
-    assert [t.name for t in registry.transforms(plan_of(recompute__policy="full").plan)] == ["recompute"]
+    assert "recompute" in [t.name for t in registry.transforms(plan_of(recompute__policy="full").plan)]
 
 
 def test_chosen_modules():
