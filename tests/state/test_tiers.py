@@ -204,3 +204,12 @@ def test_trains_states_three_times_the_memory_limit(tmp_path: Path) -> None:
     limit, states, first, second = map(float, out.stdout.split()[-4:])
     assert states >= 3 * limit
     assert second < first
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_memory_does_not_rise_with_saves_and_a_load_reads_its_own_part(home: str, tmp_path: Path) -> None:
+    """Public cases: host memory that rose with each save, and ranks that read the shards of all others."""
+    for early, late, read, own in run_ranks(2, tier_runs.many_saves, home, str(tmp_path), timeout=100):
+        assert late - early < 0.05 * 16e6
+        assert read < 1.5 * own + (4 << 20)  # whole blocks of 256 KiB

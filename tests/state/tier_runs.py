@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from engine_runs import BF16, FP32, make_engine, make_plan, optimizer_config, step, tiers_at
 from reference import Model
+from torch import nn
 
 from partita.errors import PartitaError
 from partita.plan.plan import Tier, Tiers
@@ -89,3 +90,27 @@ def broken_disk(rank: int, world: int, folder: str) -> str:
     finally:
         engine.close()
     return "no error"
+
+
+def many_saves(rank: int, world: int, home: str, folder: str) -> tuple[int, int, int, int]:
+    """Resident bytes after 4 and after 12 saves, bytes that a load read, and bytes of this rank's states."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    engine = make_engine(rank, make_plan(world, "gradients", tiers=tiers_of(folder, optimizer=home)), "adamw", model)
+    checkpoints = Checkpointer(folder, engine.mesh)
+    resident = {}
+    for n in range(1, 13):
+        engine.begin_step()
+        engine.backward(model(torch.ones(2, 512)).square().mean() / world, last=True)
+        norm, _ = engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
+        engine.update(1e-3, 1.0, norm)
+        checkpoints.save(n, engine.save_slices(), {}, {})
+        checkpoints.wait()
+        with open("/proc/self/statm") as file:
+            resident[n] = int(file.read().split()[1]) * 4096
+    slices = engine.load_slices()
+    checkpoints.load(folder, slices)
+    engine.after_load()
+    engine.close()
+    assert checkpoints.report is not None
+    own = sum(s.data.nbytes for s in slices)
+    return resident[4], resident[12], checkpoints.report.bytes_read, own
