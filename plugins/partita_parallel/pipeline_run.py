@@ -134,8 +134,12 @@ class PipelineExecutor:
             return
         loss_sum, _ = self._context.loss_sum(y, batch["labels"])
         self._local += loss_sum.detach()
+        self._saved[stage, micro] = (x, loss_sum / self._divisor())
+
+    def _divisor(self) -> int:
+        """Counted tokens of the update, asked for once."""
         self._total = self._total or max(self._tokens(), 1)
-        self._saved[stage, micro] = (x, loss_sum / self._total)
+        return self._total
 
     def _backward(self, action: Action) -> None:
         units = self._units[action.stage]
@@ -159,6 +163,7 @@ class PipelineExecutor:
     def _propagate(self, action: Action) -> torch.Tensor | None:
         """Backward of one micro-batch through a stage; returns what it took, with its gradient."""
         x, end = self._saved.pop((action.stage, action.micro))
+        self._engine.share = 1.0 / self._divisor()
         if isinstance(end, torch.Tensor):
             self._engine.scaler.scale(end).backward()
             return x

@@ -26,7 +26,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         "data": ("parallel.data=2",),
         "tensor": ("parallel.data=2", "parallel.tensor=2"),
         "context": ("parallel.data=2", "parallel.context=2"),
-        "micro": ("parallel.data=2", "train.micro_batch=1"),
+        "pipeline": ("parallel.data=2", "parallel.pipeline=2"),
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",)},
     "recompute": {"none": (), "full": ("recompute=full",)},
