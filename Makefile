@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 
-.PHONY: help train test lint format bench bench-peers clean
+.PHONY: help train test kernels lint format bench bench-peers clean
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
@@ -23,6 +23,11 @@ train: $(READY) ## train the default job (a GPT on the standard library's text, 
 test: $(READY) ## run the tests; ARGS="tests/state -k name" selects
 	@echo "testing: pytest $(ARGS)"
 	@$(BIN)/python -m pytest $(ARGS)
+
+kernels: $(READY) ## check every kernel without a GPU: interpreter with memory checks, compiled for four GPUs, table of what they take
+	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_KERNEL_TESTS=interpreter $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
+	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_KERNEL_TESTS=compile $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
+	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python tests/kernels/compiling.py
 
 lint: $(READY) ## ruff, mypy, layering
 	@$(BIN)/ruff check .

@@ -95,6 +95,30 @@ def adamw_wide_case(n: int) -> Case:
     )
 
 
+def narrow_cases(n: int) -> list[Case]:
+    """Lion; AdamW with 8-bit moments and with everything in bfloat16, rounded stochastically. The ranges start at whole blocks."""
+    p, m, g, c = randn(n, dtype=F32), randn(n, dtype=F32), randn(n), randn(n)
+    low = [randn(n), randn(n), randn(n).abs()]
+    codes = [torch.zeros(n, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    scales = [torch.zeros(-(-n // 256), device=DEVICE) for _ in range(2)]
+    one, rounding = torch.ones((), device=DEVICE), kernels.Rounding(0, 1, [0])
+    adam: dict[str, Any] = {"step": 10, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "scale": one}
+    lion: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "scale": one}
+
+    def eight() -> None:
+        states = ([codes[0]], [codes[1]])
+        kernels.adamw_([p], [g], *states, copies=[c], scales=([scales[0]], [scales[1]]), rounding=rounding, **adam)
+
+    def bf16() -> None:
+        kernels.adamw_([low[0]], [g], [low[1]], [low[2]], copies=[None], rounding=rounding, **adam)
+
+    return [
+        Case("lion, bf16 gradient and copy", 20 * n, lambda: kernels.lion_([p], [g], [m], copies=[c], **lion), None),
+        Case("adamw, 8-bit moments", 16 * n, eight, None),
+        Case("adamw, bf16 throughout", 14 * n, bf16, None),
+    ]
+
+
 def norm_cases(n: int) -> list[Case]:
     """Forward and backward of the RMSNorm with residual."""
     x, r, w = randn(n // WIDTH, WIDTH), randn(n // WIDTH, WIDTH), randn(WIDTH)
@@ -176,8 +200,22 @@ def wire_cases(n: int) -> list[Case]:
         s = v.abs().amax(1, keepdim=True).float() / 127
         return (v / s).round().to(torch.int8), s
 
+    def quantized(format: str, size: float) -> list[Case]:
+        """Into memory that is there, as on a wire: fresh pages would cost more than the work."""
+        codes, steps = kernels.quantize_blocks(x, format)
+        return [
+            Case(f"quantize {format}", int((2 + size) * n), lambda: kernels.quantize_blocks_([x], [codes], [steps], format), None),
+            Case(f"dequantize {format}", int((2 + size) * n), lambda: kernels.dequantize_blocks_([codes], [steps], [out], format), None),
+            Case(
+                f"dequantize and add {format}", int((4 + size) * n),
+                lambda: kernels.dequantize_blocks_([codes], [steps], [out], format, add=True), None,
+            ),
+        ]  # fmt: skip
+
     return [
-        Case("quantize int8", 3 * n, lambda: kernels.quantize_int8(x), quantize if n % 256 == 0 else None),
+        Case("quantize int8", 3 * n, lambda: kernels.quantize_blocks_([x], [q], [scales]), quantize if n % 256 == 0 else None),
+        *quantized("int4", 0.5),
+        *quantized("fp8_e4m3", 1),
         Case(
             "dequantize int8",
             3 * n,
@@ -199,7 +237,7 @@ def squares_cases(n: int) -> list[Case]:
 
 
 GROUPS: list[Callable[[int], Case | list[Case]]] = [
-    adamw_case, adamw_wide_case, squares_cases, norm_cases, glu_cases, rope_case, loss_case, wire_cases,
+    adamw_case, adamw_wide_case, narrow_cases, squares_cases, norm_cases, glu_cases, rope_case, loss_case, wire_cases,
 ]  # fmt: skip
 
 
