@@ -94,11 +94,12 @@ def _groups(cluster: Cluster, asked: dict[str, int | None], inner: dict[str, int
 def _batches(draft: PlanDraft, pipeline: int, data: int) -> Iterator[Settings]:
     """Sequences of a pass, and passes. A pipeline needs as many passes as stages."""
     train, config = draft.config.train, draft.config.parallel
-    share, rest = divmod(train.global_batch, data)
-    if rest or not share:
-        return
     micro = as_count("train.micro_batch", train.micro_batch, [])
     count = as_count("parallel.microbatches", config.microbatches, [])
+    whole = as_count("train.global_batch", train.global_batch, []) or data * (micro or 1) * (count or 1)
+    share, rest = divmod(whole, data)
+    if rest or not share:
+        return
     sizes = [micro] if micro else [share // count] if count and share % count == 0 else _sizes(share)
     for size in sizes:
         if share % size or share // size < pipeline or (count is not None and size * count != share):

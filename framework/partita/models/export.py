@@ -18,6 +18,7 @@ from partita.config.schema import ModelConfig
 from partita.errors import CheckpointError, ConfigError, did_you_mean
 from partita.models import bert, llama
 from partita.models.sizes import ffn_size
+from partita.plugin.registry import Registry
 
 Weights = dict[str, torch.Tensor]
 Translated = tuple[dict[str, Any], Weights]
@@ -41,7 +42,10 @@ def export_run(run: Path | str, out: Path | str, checkpoint: Path | str | None =
         raise CheckpointError(f"{source} doesn't say which model it holds. It was not written by a training run.")
     model = from_plain(config["model"], ModelConfig)
     model.context = model.context or config["data"]["sequence"]
-    return export_hf(model, read_weights(source, tied=False), out)
+    weights = read_weights(source, tied=False)
+    registry = Registry.load(tuple(config.get("plugins", {}).get("block", ())))
+    registry.hook.partita_export(config=config, weights=weights)
+    return export_hf(model, weights, out)
 
 
 def export_hf(model: Any, state: Weights, out: Path | str) -> Path:

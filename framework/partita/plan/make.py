@@ -69,16 +69,19 @@ class Planned:
         _write(folder / "manifest.yaml", self.manifest.as_list())
 
 
-def make_plan(config: Any, registry: Any, choice: Choice | None = None) -> Planned:
+def make_plan(
+    config: Any, registry: Any, choice: Choice | None = None, module: torch.nn.Module | None = None
+) -> Planned:
     """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
 
-    choice: what keys on `auto` come to; default: the planner chooses where any needs it.
+    choice: what keys on `auto` come to; default: the planner chooses where any needs it. module: the model, where the caller brings
+    its own; default: the slot `model` builds it.
 
     Problems are collected, not raised. Raises ConfigError where no plan can be shown (an unknown device, a model that can't be
     built), and PluginError for a name that no plug-in provides.
     """
     cluster = find_cluster(config.cluster, config.launch)
-    model = inspect_model(build_on_meta(config, registry))
+    model = inspect_model(build_on_meta(config, registry) if module is None else module)
     rules = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
     draft = PlanDraft(config, model, cluster, registry.section_owners(), rules=rules)
     if choice is None:

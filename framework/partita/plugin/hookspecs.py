@@ -149,3 +149,14 @@ def partita_run_end(run: Any, summary: dict[str, Any]) -> None:
 @hookspec
 def partita_failure(run: Any, error: BaseException) -> None:
     """The run ends with an error. Called on the rank that raised it."""
+
+
+# ------------------------------------------------------------------ export
+
+
+@hookspec
+def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Change whole weights, by name, in place before they are written for others: what a plug-in added to the model goes back into it.
+
+    Called in the process that exports, with the run's plain config, all results unused.
+    """

@@ -216,9 +216,12 @@ class Registry:
         import torch
 
         with torch.device("meta"):
-            model = self.provide("model", config.model.name)(config, vocab)
-            for change in self._sorted("partita_architecture", config=config):
-                model = change.apply(model, config)
+            return self.change_model(self.provide("model", config.model.name)(config, vocab), config)
+
+    def change_model(self, model: Any, config: Any) -> Any:
+        """The model after all changes of `partita_architecture`; on meta, or real where the caller brought it."""
+        for change in self._sorted("partita_architecture", config=config):
+            model = change.apply(model, config)
         return model
 
     def _sorted(self, hook: str, **arguments: Any) -> list[Transform]:

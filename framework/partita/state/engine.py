@@ -246,6 +246,9 @@ class StateEngine:
     def _before_backward(self, i: int) -> None:
         self._gather_ahead(self._previous[i])
         self.blocks[i].wait_gathered()
+        after = self.blocks[i + 1] if i + 1 < len(self.blocks) else None
+        if after is not None and after.partly_frozen and after.arrived == after.expected:
+            self._free_used(after)  # the gradient of its input is complete
 
     # ------------------------------------------------------------------ backward
 
@@ -334,7 +337,8 @@ class StateEngine:
         bucket.collect(segment, gradient)
         unit.arrived += 1
         if unit.arrived == unit.expected:
-            self._free_used(unit)
+            if not unit.partly_frozen:  # frozen weights may still be needed for the gradient of the input
+                self._free_used(unit)
             self._issue_ready()
 
     def _free_used(self, unit: Unit) -> None:

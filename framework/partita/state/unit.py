@@ -13,6 +13,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, buckets: list[Bucket]) -> None:
         self.name, self.module, self.buckets = name, module, buckets
         self.trainable = [b for b in buckets if b.layout.trainable]
+        self.partly_frozen = len(self.trainable) < len(buckets)
         self.expected = sum(len(b.layout.segments) for b in self.trainable)
         self.arrived = 0
         self.held = 0  # reasons to keep the weights whole

@@ -133,7 +133,7 @@ def _build(run: Run) -> None:
     context = CollectiveContext(run.mesh, run.plan, run.transport)
     collectives = registry.provide("collective", run.plan.collectives.provider)(context)
     prefetch = int(run.plan.extensions.get("prefetch", 1))
-    tiers = _make_tiers(run)
+    tiers = make_tiers(run)
     run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch, tiers, others)
     run.engine.materialize(weight_source(model, config.seed))
     objective = getattr(model, "partita_loss", "causal")
@@ -168,8 +168,8 @@ def _step_context(run: Run, loss: Any) -> StepContext:
     )
 
 
-def _make_tiers(run: Run) -> dict[str, Tier]:
-    """What holds the states that the plan keeps elsewhere than on the device, by place."""
+def make_tiers(run: Any) -> dict[str, Tier]:
+    """What holds the states that the plan keeps elsewhere than on the device, by place. run: or a session."""
     tiers = run.plan.tiers
     places = {t.place for t in (tiers.parameters, tiers.gradients, tiers.optimizer)} - {"accelerator"}
     request = TierRequest(run.mesh.device, run.rank, tiers.path)

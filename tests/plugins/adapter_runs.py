@@ -1,0 +1,79 @@
+"""What ranks run in the tests of adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import partita
+from partita.config.compose import compose_config
+
+SIZES = ["model.layers=2", "model.width=16", "model.heads=2", "data.sequence=8", "model.init_std=0.2"]
+VOCAB, STEPS, BATCH = 40, 4, 8
+SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.5", "optimizer.weight_decay=0", "lr_schedule=constant",
+       "lr_schedule.warmup=0"]  # fmt: skip
+
+
+def model(kind: str = "gpt") -> torch.nn.Module:
+    """A small model of ours on meta; all of its weights depend on seed and name."""
+    from partita.models.bert import make_bert
+    from partita.models.gpt import make_gpt
+    from partita.models.llama import make_llama
+
+    config, _ = compose_config(SIZES)
+    config.model.tie_embeddings = True
+    with torch.device("meta"):
+        return {"gpt": make_gpt, "llama": make_llama, "bert": make_bert}[kind](config, VOCAB)
+
+
+def loss(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Predict the ids from themselves: any gradient will do."""
+    return F.cross_entropy(net(ids).float().flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def batch(step: int, rank: int, world: int) -> torch.Tensor:
+    """A rank's samples."""
+    ids = torch.randint(VOCAB, (BATCH, 8), generator=torch.Generator().manual_seed(step))
+    return ids.chunk(world)[rank]
+
+
+def train(rank: int, world: int, overrides: list[str], kind: str = "gpt", folder: str | None = None) -> Any:
+    """(losses, norms, all whole weights before, and after, bytes of states, trainable elements, planned bytes)."""
+    session = partita.prepare(model(kind), [*SIZES, *SGD, *overrides])
+    before = session.state_dict()
+    results = [session.step(batch(0, rank, world), loss) for s in range(STEPS)]
+    if folder:
+        from partita_adapter.files import save_adapter
+
+        save_adapter(session, Path(folder) / "adapter")
+    trainable = sum(p.numel for p in session.planned.model.parameters if p.trainable)
+    planned = session.planned.draft.state_bytes(session.plan)
+    with torch.no_grad(), session.full_parameters():
+        logits = session.model(batch(99, 0, 1)).float()
+    return (
+        [r.loss for r in results],
+        [r.norm for r in results],
+        before,
+        session.state_dict(),
+        session.engine.allocated(),
+        trainable,
+        planned,
+        logits,
+    )
+
+
+def again(rank: int, world: int, folder: str, others: dict[str, str]) -> Any:
+    """Logits of a session that begins with a saved adapter: with it, with others, with none."""
+    from partita_adapter.layers import use
+
+    more = [f"+adapter.others.{k}={v}" for k, v in others.items()]
+    session = partita.prepare(model(), [*SIZES, *SGD, "+strategy=lora", f"adapter.path={folder}", "adapter.rank=3", *more])
+    out = {}
+    with torch.no_grad():
+        for label in ["default", *others, None]:
+            use(session.model, label)
+            out[label] = session.forward(batch(99, 0, 1)).float()
+    return out

@@ -1,0 +1,129 @@
+"""LoRA, rsLoRA and DoRA: equal to one process under every stage, the base untouched to the bit, files that peft reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import adapter_runs
+from pool import run_ranks
+
+import partita
+from partita.errors import ConfigError
+
+ADAPTER = ["+adapter=lora", "adapter.rank=3"]
+
+
+@lru_cache(maxsize=8)
+def alone(*overrides: str) -> Any:
+    return run_ranks(1, adapter_runs.train, [*ADAPTER, *overrides])[0]
+
+
+def assert_frozen(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed and all("lora_" in n for n in changed), changed
+    assert {n for n in before if "lora_" in n} == changed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("more", [(), ("recompute=full",), ("adapter.dora=true",)], ids=["plain", "recompute", "dora"])
+def test_every_stage_equals_one_process_and_leaves_the_base_alone(stage: int, more: tuple[str, ...]) -> None:
+    kind = tuple(m for m in more if "adapter" in m)
+    losses, norms, _, weights, *_, logits = alone(*kind)
+    for ours in run_ranks(2, adapter_runs.train, [*ADAPTER, f"zero.stage={stage}", *more]):
+        assert ours[0] == pytest.approx(losses, rel=1e-5)
+        assert ours[1] == pytest.approx(norms, rel=1e-4)
+        assert_frozen(ours[2], ours[3])
+        for name, value in weights.items():
+            torch.testing.assert_close(ours[3][name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(ours[-1], logits, rtol=1e-4, atol=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_it_begins_as_the_base_and_bf16_keeps_the_base_to_the_bit() -> None:
+    base = run_ranks(1, adapter_runs.train, [])[0]
+    for variant in ([], ["adapter.rslora=true"], ["adapter.dora=true"]):
+        assert run_ranks(1, adapter_runs.train, [*ADAPTER, *variant])[0][0][0] == pytest.approx(base[0][0], rel=1e-6)
+    for ours in run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", "precision=bf16"]):
+        assert_frozen(ours[2], ours[3])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_trainable_elements_and_bytes_by_formula(dora: bool) -> None:
+    """sum r (in + out) (+ out): gpt has qkv 16 -> 48, out 16 -> 16, up 16 -> 64, down 64 -> 16 in each of 2 blocks."""
+    layers = [(16, 48), (16, 16), (16, 64), (64, 16)] * 2
+    wanted = sum(3 * (i + o) + (o if dora else 0) for i, o in layers)
+    for ours in run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", f"adapter.dora={str(dora).lower()}"]):
+        assert ours[5] == wanted
+        allocated, planned = ours[4], ours[6]
+        assert {k: allocated[k] for k in planned} == planned
+
+
+def test_targets_and_extra_modules() -> None:
+    ours = run_ranks(1, adapter_runs.train, [*ADAPTER, "adapter.targets=[qkv]", "adapter.extra=[norm]", "adapter.rank=2"])[0]
+    assert ours[5] == 2 * 2 * (16 + 48) + 2 * 16
+    changed = {n for n in ours[2] if not torch.equal(ours[2][n], ours[3][n])}
+    assert changed == {n for n in ours[2] if "lora_" in n or n.startswith("norm.")}
+
+
+def test_a_saved_adapter_is_complete_and_loads_again(tmp_path: Path) -> None:
+    """Every tensor has its full shape under stage 3, the extra module too; others over the same base switch."""
+    from safetensors.torch import load_file
+
+    runs = {}
+    for label, lr in (("a", 0.5), ("b", 0.2)):
+        folder = tmp_path / label
+        runs[label] = run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", f"optimizer.lr={lr}"], "gpt", str(folder))[0][
+            -1
+        ]
+    tensors = load_file(tmp_path / "a/adapter/adapter_model.safetensors")
+    assert len(tensors) == 2 * 4 * 2 and all(t.numel() for t in tensors.values())
+    assert tensors["base_model.model.blocks.0.attention.qkv.lora_A.weight"].shape == (3, 16)
+    assert tensors["base_model.model.blocks.0.attention.qkv.lora_B.weight"].shape == (48, 3)
+    settings = json.loads((tmp_path / "a/adapter/adapter_config.json").read_text())
+    assert (settings["r"], settings["peft_type"]) == (3, "LORA")
+    for out in run_ranks(2, adapter_runs.again, str(tmp_path / "a/adapter"), {"second": str(tmp_path / "b/adapter")}):
+        torch.testing.assert_close(out["default"], runs["a"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out["second"], runs["b"], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(out[None], runs["a"])
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_loads_what_is_saved_and_computes_the_same(dora: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    variant = ["adapter.dora=true"] if dora else ["adapter.rslora=true"]
+    ours = run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", *variant], "gpt", str(tmp_path))[0]
+    plain = partita.prepare(adapter_runs.model(), adapter_runs.SIZES).model
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    ids = adapter_runs.batch(99, 0, 1)
+    torch.testing.assert_close(theirs(ids), ours[-1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs.merge_and_unload()(ids), ours[-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["adapter.targets=[qvk]"], "adapter.targets.*qkv"),
+        (["adapter.targets=[head]"], "tied to another module"),
+        (["adapter.rank=0"], "adapter.rank"),
+        (["adapter.extra=[nrom]"], "adapter.extra.*norm"),
+        (["adapter.path=nowhere"], "adapter.path"),
+        (["adapter.name=lroa"], "lora"),
+    ],
+)
+def test_mistakes_are_told(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        partita.prepare(adapter_runs.model(), [*adapter_runs.SIZES, *ADAPTER, *overrides])
+
+
+def test_an_option_without_an_adapter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.rank.*no effect"):
+        partita.prepare(adapter_runs.model(), [*adapter_runs.SIZES, "adapter.rank=4"])
