@@ -23,7 +23,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     if a.rank < 1:
         raise ConfigError(f"adapter.rank: {a.rank} rows make no adapter\n    -> at least 1")
     folders = {DEFAULT: Path(a.path).expanduser()} if a.path else {}
-    folders |= {label: Path(folder).expanduser() for label, folder in a.others.items()}
+    folders |= {label: Path(str(folder)).expanduser() for label, folder in a.others.items()}
     if a.path and DEFAULT in a.others:
         raise ConfigError(f"adapter.others: {DEFAULT!r} is the label of the adapter that is trained\n    -> another label")
     targets = _targets(model, a.targets)

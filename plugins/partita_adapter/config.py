@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -26,4 +27,4 @@ class AdapterConfig:
     # folder with an adapter to begin with, in peft's format
     path: str | None = None
     # further adapters over the same base, frozen: label -> folder in peft's format
-    others: dict[str, str] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)

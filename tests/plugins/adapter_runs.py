@@ -13,7 +13,7 @@ from partita.config.compose import compose_config
 
 SIZES = ["model.layers=2", "model.width=16", "model.heads=2", "data.sequence=8", "model.init_std=0.2"]
 VOCAB, STEPS, BATCH = 40, 4, 8
-SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.5", "optimizer.weight_decay=0", "lr_schedule=constant",
+SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1", "optimizer.weight_decay=0", "lr_schedule=constant",
        "lr_schedule.warmup=0"]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_every_stage_equals_one_process_and_leaves_the_base_alone(stage: int, mo
         assert_frozen(ours[2], ours[3])
         for name, value in weights.items():
             torch.testing.assert_close(ours[3][name], value, rtol=1e-5, atol=1e-6, msg=name)
-        torch.testing.assert_close(ours[-1], logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours[-1], logits, rtol=1e-4, atol=1e-4)
     assert losses[-1] < losses[0]
 
 
@@ -79,7 +79,7 @@ def test_a_saved_adapter_is_complete_and_loads_again(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     runs = {}
-    for label, lr in (("a", 0.5), ("b", 0.2)):
+    for label, lr in (("a", 0.1), ("b", 0.05)):
         folder = tmp_path / label
         runs[label] = run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", f"optimizer.lr={lr}"], "gpt", str(folder))[0][
             -1
@@ -104,8 +104,8 @@ def test_peft_loads_what_is_saved_and_computes_the_same(dora: bool, tmp_path: Pa
     plain = partita.prepare(adapter_runs.model(), adapter_runs.SIZES).model
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
     ids = adapter_runs.batch(99, 0, 1)
-    torch.testing.assert_close(theirs(ids), ours[-1], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(theirs.merge_and_unload()(ids), ours[-1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theirs(ids), ours[-1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(theirs.merge_and_unload()(ids), ours[-1], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
