@@ -69,9 +69,7 @@ class Planned:
         _write(folder / "manifest.yaml", self.manifest.as_list())
 
 
-def make_plan(
-    config: Any, registry: Any, choice: Choice | None = None, module: torch.nn.Module | None = None
-) -> Planned:
+def make_plan(config: Any, registry: Any, choice: Choice | None = None, module: torch.nn.Module | None = None) -> Planned:
     """Plan the run of `config` (plain dataclasses) with the strategies of `registry`.
 
     choice: what keys on `auto` come to; default: the planner chooses where any needs it. module: the model, where the caller brings
