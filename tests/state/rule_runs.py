@@ -121,3 +121,33 @@ def memory(rank: int, world: int, name: str, placement: str) -> tuple[dict[str, 
     for unit in engine.units:
         unit.free()
     return engine.layout.bytes(), engine.allocated()
+
+
+def fsdp2(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """The same updates by torch's FSDP2 and SGD with momentum, which hides no scale."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = Net()
+    net.gain.requires_grad_(False)  # FSDP2 takes no scalar that is trained
+    ignored = {net.gain}
+    for block in net.blocks:
+        fully_shard(block)
+    sharded = fully_shard(net, ignored_params=ignored)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss(sharded, *batch(step, rank, world)) * world).backward()  # it averages over ranks
+        optimizer.step()
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in net.named_parameters()}
+
+
+def like_fsdp2(rank: int, world: int, placement: str) -> dict[str, torch.Tensor]:
+    """The updates of `fsdp2` by the engine."""
+    from partita.state.optimizers import make_sgd
+
+    net, config = Net(), OptimizerConfig(name="sgd", lr=0.05, momentum=0.9, weight_decay=0.0)
+    net.gain.requires_grad_(False)
+    plan = Plan(Layout(shard=world), placement=PLACEMENTS[placement])
+    engine = StateEngine(net, plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_sgd(config))
+    engine.materialize()
+    return run(engine, rank, world, range(STEPS), 0.05)

@@ -127,3 +127,13 @@ def test_states_go_on_in_another_layout(name: str) -> None:
 def test_bytes_are_those_of_the_layout(name: str) -> None:
     for planned, allocated in run_ranks(4, rule_runs.memory, name, "parameters", timeout=60):
         assert allocated == planned
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_weights_equal_those_of_fsdp2(world: int) -> None:
+    expected = run_ranks(world, rule_runs.fsdp2, timeout=60)[0]
+    stages = {p: run_ranks(world, rule_runs.like_fsdp2, p, timeout=60)[0] for p in ("optimizer", "gradients", "parameters")}
+    for n, value in expected.items():
+        torch.testing.assert_close(stages["parameters"][n], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}")
+        for got in stages.values():
+            assert torch.equal(got[n], stages["parameters"][n]), "stages that sum in one order have the same bits"
