@@ -11,11 +11,17 @@ from partita.plan.memory import words
 from partita.plan.plan import AXES, Plan, Tier
 from partita.plan.problems import Problem
 from partita.plugin.types import Cost
+from partita.state.capabilities import CAPABILITIES
 
 # Share of a device that a plan may fill by prediction: allocator, collectives and kernels want some too (5 to 10 %).
 USABLE = 0.95
 
 Capabilities = Mapping[str, frozenset[str]]
+
+
+def abilities(registry: Any) -> Capabilities:
+    """What the state engine can carry out, and the schedules that plug-ins have executors for."""
+    return {**CAPABILITIES, "schedules": frozenset({"none", *registry.slots().get("executor", ())})}
 
 
 def check_capabilities(plan: Plan, able: Capabilities) -> list[Problem]:

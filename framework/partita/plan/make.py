@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from partita.errors import ConfigError
-from partita.plan.check import check_capabilities, check_memory, check_rules
+from partita.plan.check import abilities, check_capabilities, check_memory, check_rules
 from partita.plan.cluster import Cluster, find_cluster
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import estimate_plan
@@ -23,7 +23,6 @@ from partita.plan.problems import Problem, render
 from partita.plan.solve import Choice, choose
 from partita.plan.solve.options import fresh
 from partita.plugin.types import Cost
-from partita.state.capabilities import CAPABILITIES
 from partita.state.optimizers import rule_names
 from partita.train.kernels import check_kernels
 
@@ -107,8 +106,12 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
     """Decide, check and estimate: (plan, costs, problems)."""
     registry.decide(draft)
     plan = draft.freeze()
-    able = {**CAPABILITIES, "schedules": frozenset({"none", *registry.slots().get("executor", ())})}
-    problems = [*draft.problems, *registry.check(plan, draft), *check_capabilities(plan, able), *check_rules(plan, draft)]
+    problems = [
+        *draft.problems,
+        *registry.check(plan, draft),
+        *check_capabilities(plan, abilities(registry)),
+        *check_rules(plan, draft),
+    ]
     problems += check_kernels(draft.config, registry)
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)

@@ -74,7 +74,7 @@ def _matched_share(draft: PlanDraft, patterns: tuple[str, ...]) -> float:
 # ------------------------------------------------------------------ seconds
 
 
-def compute_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
+def compute_costs(draft: PlanDraft, plan: Plan, update: bool = True) -> list[Cost]:
     """Arithmetic and memory traffic of the slowest stage, and the update. Nothing where the device's rates are not known."""
     rates, layout = draft.cluster.rates, plan.layout
     flops = rates.flops.get(plan.precision.compute)
@@ -94,7 +94,7 @@ def compute_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
         Cost("compute", f"matrix products{again}", seconds=matrices * many, repeated=True),
         Cost("compute", "elementwise and loss", seconds=traffic * many, repeated=True),
         Cost("compute", "fixed cost of blocks", seconds=fixed * many, repeated=True),
-        Cost("compute", "update", seconds=_update(draft, plan, (rates.memory or float("inf")) * share)),
+        Cost("compute", "update", seconds=_update(draft, plan, (rates.memory or float("inf")) * share) if update else 0.0),
     ]
     return [c for c in costs if c.seconds]
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from partita.plan.check import USABLE, check_capabilities
+from partita.plan.check import USABLE, abilities, check_capabilities
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import estimate_plan, memory_total
 from partita.plan.plan import AXES, Plan
+from partita.plan.problems import Problem
 from partita.plan.solve.options import Option, Space
 from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
-from partita.state.capabilities import CAPABILITIES
 
 KEPT = 48  # best plans that are remembered
 # Of plans that differ by less than this share for each feature in use, the simpler one is taken: predictions are not that good.
@@ -89,9 +89,17 @@ class Search:
 
     def _possible(self, options: Iterable[Option], plugins: list[str]) -> list[Option]:
         """Options that this version can carry out and their own plug-ins accept."""
-        kept = []
-        for option in options:
-            problems = check_capabilities(option.plan(), CAPABILITIES) or self.space.checked(option, plugins)
+        kept, able = [], abilities(self.space.registry)
+        verdicts: dict[Any, tuple[Problem, ...]] = {}
+        for option in sorted(options, key=lambda o: o.sections["layout"].pipeline if "layout" in o.sections else 1):
+            problems = option.problems or check_capabilities(option.plan(), able)
+            if not problems:
+                # one of those that cut each block alike is checked for all of them, the shortest pipeline first: checks can be slow,
+                # and the winner is checked in full
+                kind = _blocks_cut(option)
+                if kind is None or kind not in verdicts:
+                    verdicts[kind] = self.space.checked(option, plugins)
+                problems = verdicts[kind]
             if not problems:
                 kept.append(option)
                 continue
@@ -117,7 +125,7 @@ class Search:
     def _bound(self, plan: Plan) -> float:
         """Arithmetic, and what each micro-batch waits for: no placement makes less of it."""
         costs = [c for c in self._added(plan) if c.repeated and not c.overlap]
-        costs += compute_costs(self.draft, plan)
+        costs += compute_costs(self.draft, plan, update=False)
         return step_seconds([*costs, *waiting_cost(self.draft, plan, costs)], self.draft.cluster.accelerator)
 
     def _added(self, plan: Plan) -> list[Cost]:
@@ -162,6 +170,12 @@ class Search:
                 self.found.refused[same] = candidate
         elif len(self.found.refused) < KEPT:
             self.found.refused.append(candidate)
+
+
+def _blocks_cut(option: Option) -> Any:
+    """How a layout cuts each block; None where an option has no layout, or for those that say more."""
+    layout = option.sections.get("layout")
+    return None if layout is None else (layout.tensor, layout.context, layout.expert, layout.sequence_parallel)
 
 
 def _away(option: Option) -> int:
