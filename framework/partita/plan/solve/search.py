@@ -16,7 +16,7 @@ from partita.plan.solve.options import Option, Space
 from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
 
-KEPT = 48  # best plans that are remembered
+KEPT = 24  # best plans that are remembered
 # Of plans that differ by less than this share for each feature in use, the simpler one is taken: predictions are not that good.
 SIMPLE = 0.005
 
