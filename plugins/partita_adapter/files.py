@@ -41,7 +41,8 @@ def settings(model: Any, config: Any) -> dict[str, Any]:
     """peft's adapter_config.json."""
     a = config.adapter
     names = [n.removeprefix(PREFIX) for n in find_targets(model, a.targets)]
-    objective = {"causal": "CAUSAL_LM"}.get(getattr(model, "partita_loss", ""))
+    causal = config.model.name == "hf" and getattr(model, "partita_loss", "") == "causal"  # others can't generate as peft wants
+    objective = "CAUSAL_LM" if causal else None
     return {
         "peft_type": "LORA",
         "task_type": objective,
