@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from partita.plan.model_spec import ModelSpec
-from partita.plan.stages import Anatomy
+if TYPE_CHECKING:  # they import torch, which a plug-in does only where it is used
+    from partita.plan.model_spec import ModelSpec
+    from partita.plan.stages import Anatomy
 
 SLACK = 0.02  # of the slowest stage's time, that is given up for a cut with less memory
 

@@ -11,7 +11,6 @@ from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Layout, Plan, Schedule
 from partita.plan.problems import Problem
-from partita.plan.stages import stage_units
 from partita_parallel.degrees import as_count
 from partita_parallel.pipeline_cut import cut_by_cost, cut_by_count, model_costs
 from partita_parallel.pipeline_order import FIXED, SCHEDULES, SPLIT, STAGES, course_of, legal_micro_batches, place_stages
@@ -162,6 +161,7 @@ def _either(values: list[str]) -> str:
 
 def _check_model(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """Each stage must run on its own; it is tried on the meta device."""
+    from partita.plan.stages import stage_units  # torch is imported only where a plan is made
     from partita_parallel.pipeline_split import copies_problem, try_stages
 
     anatomy, blocks = draft.anatomy(), stage_units(draft.model, plan.layout)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
+from partita.plan.activations import tensors_in
 from partita.plan.plan import AXES, GRADIENT_AXES, Plan
 from partita.runtime.collectives import Collectives, collectives_for, nested_all_gather
 from partita.runtime.mesh import Mesh
@@ -37,7 +38,7 @@ from partita.state.slices import StateSlice
 from partita.state.stored import Source, allocated, fill_buffers, initial, slices_of
 from partita.state.tiers import FarUpdater, Homes, Tier
 from partita.state.unit import Unit
-from partita.state.units import ROOT, SHARED, Binding, Stages, bind_parameters, find_units
+from partita.state.units import ROOT, SHARED, Binding, BoundSpec, Stages, bind_parameters, find_units
 from partita.state.updates import build_updates
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
@@ -74,7 +75,7 @@ class StateEngine:
         self._refuse_odd_dtypes()
         self.rules = (rule, *more_rules)
         rules = [RuleLayout.of(r, plan.precision.optimizer) for r in self.rules]
-        self.layout = build_layout(_Spec(self.bindings), plan, rules, optimizer)
+        self.layout = build_layout(BoundSpec(self.bindings), plan, rules, optimizer)
         self._refuse_rules()
         self._collectives = collectives or collectives_for(self.device)
         self._prefetch = prefetch
@@ -239,7 +240,7 @@ class StateEngine:
         if not self._in_backward and not self._keep_all and not needed_next:
             self.blocks[i].free()
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _g, i=i: self._before_backward(i))
 
@@ -577,27 +578,3 @@ class StateEngine:
         """The counterpart of `extra_state`."""
         self.updates = int(state["updates"])
         self.scaler.load(state["scaler"])
-
-
-class _Spec:
-    """The parameters of a real module in the form that `build_layout` reads."""
-
-    def __init__(self, bindings: list[Binding]) -> None:
-        self.parameters = [_Parameter(b) for b in bindings]
-
-
-class _Parameter:
-    def __init__(self, binding: Binding) -> None:
-        self.name, self.shape = binding.name, tuple(binding.parameter.shape)
-        self.trainable, self.unit, self.part = binding.parameter.requires_grad, binding.unit, binding.part
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)

@@ -87,3 +87,16 @@ def _part(name: str, parameter: nn.Parameter, holders: tuple[tuple[nn.Module, st
     if part.local != shape:
         raise PartitaError(f"{name!r} has shape {shape}, and was declared to be a part of shape {part.local} ({part})")
     return part
+
+
+class BoundSpec:
+    """The parameters of a real module in the form that `partita.state.layout.build_layout` reads."""
+
+    def __init__(self, bindings: list[Binding]) -> None:
+        self.parameters = [_Parameter(b) for b in bindings]
+
+
+class _Parameter:
+    def __init__(self, binding: Binding) -> None:
+        self.name, self.shape = binding.name, tuple(binding.parameter.shape)
+        self.trainable, self.unit, self.part = binding.parameter.requires_grad, binding.unit, binding.part
