@@ -96,6 +96,18 @@ def test_a_saved_adapter_is_complete_and_loads_again(tmp_path: Path) -> None:
         assert not torch.allclose(out[None], runs["a"])
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_peft_loads_what_is_saved_and_computes_the_same(dora: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    variant = ["adapter.dora=true"] if dora else ["adapter.rslora=true"]
+    ours = run_ranks(2, adapter_runs.train, [*ADAPTER, "zero.stage=3", *variant], "gpt", str(tmp_path))[0]
+    plain = partita.prepare(adapter_runs.model(), adapter_runs.SIZES).model
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    ids = adapter_runs.batch(99, 0, 1)
+    torch.testing.assert_close(theirs(ids), ours[-1], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(theirs.merge_and_unload()(ids), ours[-1], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
