@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import layouts
+import layout_matrix
 
 DENSE = ["one", "zero1 x2", "zero3 x4", "tensor 2", "hsdp 2x2", "zero3 x tensor"]
 EXPERTS = ["moe one", "moe expert 2"]
@@ -22,7 +22,7 @@ EXPERTS = ["moe one", "moe expert 2"]
 )
 def test_what_a_layout_saves_another_goes_on_from(source: str, target: str, tmp_path: Path) -> None:
     """Weights and moments equal to the bit, the next ten losses within 1e-5."""
-    known = {**layouts.DENSE, **layouts.EXPERTS}
-    losses = layouts.write(known[source], tmp_path / "source")
+    known = {**layout_matrix.DENSE, **layout_matrix.EXPERTS}
+    losses = layout_matrix.write(known[source], tmp_path / "source")
     assert not isinstance(losses, str), losses
-    assert layouts.move(known[target], tmp_path / "source", tmp_path / "target", losses) == []
+    assert layout_matrix.move(known[target], tmp_path / "source", tmp_path / "target", losses) == []

@@ -18,7 +18,7 @@ sys.path[:0] = [
 ]
 
 import engine_runs
-import layouts
+import layout_matrix
 from pool import RankError, run_ranks
 from reference import Model
 
@@ -150,7 +150,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
 def test_ranks_agree_after_a_load_with_every_optimizer(name: str, tmp_path: Path) -> None:
     """ZeRO-1: what was loaded is what was saved, and the next losses are those of the run that went on."""
     layout = ("+strategy=zero1", "parallel.data=2", f"optimizer.name={name}", "optimizer.lr=1e-3")
-    losses = layouts.write(layout, tmp_path / "source")
+    losses = layout_matrix.write(layout, tmp_path / "source")
     if isinstance(losses, str):
         pytest.skip(f"refused: {losses}")
-    assert layouts.move(layout, tmp_path / "source", tmp_path / "again", losses) == []
+    assert layout_matrix.move(layout, tmp_path / "source", tmp_path / "again", losses) == []
