@@ -41,7 +41,7 @@ BESIDES = {
 
 @pytest.mark.parametrize(("group", "option"), list(options()), ids=lambda name: name)
 def test_each_option_composes(group: str, option: str) -> None:
-    plus = "+" if group in ("strategy", "experiment", "adapter") else ""
+    plus = "" if group in default_choices() else "+"
     config, info = compose_config([f"{plus}{group}={option}", *BESIDES.get((group, option), [])])
     assert info.choices[group] == option
     assert type(config).__name__ == "Config"

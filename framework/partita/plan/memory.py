@@ -177,9 +177,12 @@ def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace, only: tuple[str, 
 
 
 def logit_bytes(found: Trace, plan: Plan) -> int:
-    """Logits and their gradient as computed, and log-probabilities (and a copy to make them from) in float32."""
+    """Logits and their gradient as computed, and log-probabilities (and a copy to make them from) in float32.
+
+    A loss over a cut vocabulary keeps no log-probabilities: it has one of the two for as long as it works.
+    """
     width = size_of(plan.precision.compute)
-    per_logit = 2 * width + 4 + (4 if width < 4 else 0)
+    per_logit = 2 * width + 4 + (4 if width < 4 and plan.layout.tensor == 1 else 0)
     return found.output_numel * per_logit // plan.layout.tensor
 
 
