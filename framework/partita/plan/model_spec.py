@@ -170,6 +170,7 @@ def _units(parameters: tuple[ParameterSpec, ...], units: list[str]) -> tuple[Uni
     """Root first where it owns parameters (its embedding is used first), then the units in order."""
     total: dict[str, list[int]] = {name: [0, 0] for name in [ROOT, *units]}
     for p in parameters:
-        total[p.unit][0] += p.numel
-        total[p.unit][1] += p.numel if p.trainable else 0
+        unit = p.unit if p.unit in total else ROOT  # one that stages share stands in no block
+        total[unit][0] += p.numel
+        total[unit][1] += p.numel if p.trainable else 0
     return tuple(UnitSpec(name, n, t) for name, (n, t) in total.items() if name != ROOT or n)
