@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,7 +194,7 @@ def _value_problem(key: str, kind: Any, value: Any, root: type) -> Problem | Non
         names = ", ".join(f"{key}.{n}" for n in list(field_types(inner))[:6])
         return Problem(key, f"{describe(value)!r} can't stand for a whole node", f"set a key of it: {names}, ...")
     config = _defaults(root)
-    now = OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    now = copy.deepcopy(OmegaConf.select(config, key, throw_on_resolution_failure=False))  # a list is changed in place below
     if value is None or value == "":
         if NoneType in get_args(kind) or kind is Any or (value == "" and inner is str):
             return None
