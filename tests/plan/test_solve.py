@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
@@ -79,7 +80,10 @@ def test_keys_that_are_written_out_stay(able, pins):
     assert {key: seen[key] for key in pins} == pins
 
 
-@pytest.mark.parametrize("sizes", [{}, LARGE], ids=["small", "large"])
+LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="takes a minute: PARTITA_LONG_TESTS=1 runs it")
+
+
+@pytest.mark.parametrize("sizes", [{}, pytest.param(LARGE, marks=LONG)], ids=["small", "large"])
 def test_brute_force_finds_nothing_better(able, registry, make_config, sizes):
     """An independent loop over all settings, each planned in full as if a user had written it out."""
     small = {"model__width": 64, "model__layers": 4, "model__heads": 4, "data__sequence": 32}
