@@ -6,6 +6,7 @@ from partita_moe.strategy import (
     partita_check,
     partita_config,
     partita_estimate,
+    partita_export,
     partita_gradients_ready,
     partita_transforms,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "partita_check",
     "partita_config",
     "partita_estimate",
+    "partita_export",
     "partita_gradients_ready",
     "partita_transforms",
 ]

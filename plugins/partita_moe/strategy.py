@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from partita.errors import did_you_mean
+from partita.errors import ConfigError, did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan
 from partita.plan.problems import Problem
@@ -124,6 +124,17 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     place = draft.cluster.link(layout, ("shard",))
     bandwidth = draft.cluster.bandwidth(place)
     return [Cost("communication", "tokens to experts and back", size, place, size / bandwidth if bandwidth else 0.0)]
+
+
+@hookimpl
+def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> None:
+    """Refuse what would be written without its experts."""
+    name = config.get("moe", {}).get("name", OFF)
+    if name != OFF:
+        raise ConfigError(
+            f"moe.name: the layers of {name!r} experts can't be written for transformers yet\n"
+            "    -> partita.train.loading.read_weights reads the checkpoint's weights by name"
+        )
 
 
 # ------------------------------------------------------------------ while it runs

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from partita.errors import ConfigError
 from partita.models.common import Mlp
 from partita.models.llama import SwiGlu
 from partita_moe.change import _layer
@@ -25,6 +26,7 @@ from partita_moe.routing import (
     worst_violation,
     z_loss,
 )
+from partita_moe.strategy import partita_export
 
 F64 = torch.float64
 
@@ -196,3 +198,10 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
 def test_refused(plan_of, overrides, key, words) -> None:
     (found,) = plan_of(launch__ranks=2, **overrides).problems
     assert found.key == key and words in found.reason
+
+
+def test_export_is_refused() -> None:
+    """A folder without the experts would look like a dense model."""
+    partita_export({"moe": {"name": "none"}}, {})
+    with pytest.raises(ConfigError, match=r"moe\.name: .*'mixtral'"):
+        partita_export({"moe": {"name": "mixtral"}}, {})
