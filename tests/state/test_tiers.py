@@ -211,5 +211,7 @@ def test_trains_states_three_times_the_memory_limit(tmp_path: Path) -> None:
 def test_memory_does_not_rise_with_saves_and_a_load_reads_its_own_part(home: str, tmp_path: Path) -> None:
     """Public cases: host memory that rose with each save, and ranks that read the shards of all others."""
     for early, late, read, own in run_ranks(2, tier_runs.many_saves, home, str(tmp_path), timeout=100):
-        assert late - early < 0.05 * 16e6
+        assert (
+            late - early < own / 2
+        )  # a save that stays would make it 8 x own; the allocator of a used process moves by some pages
         assert read < 1.5 * own + (4 << 20)  # whole blocks of 256 KiB
