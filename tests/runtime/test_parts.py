@@ -111,3 +111,19 @@ def test_an_accelerator_is_a_device() -> None:
     first = torch.rand(3, device=device.torch_device)
     set_rng_state(json.loads(json.dumps(state)))
     assert torch.equal(first, torch.rand(3, device=device.torch_device))
+
+
+def test_a_lost_peer_is_an_echo_in_whatever_words() -> None:
+    """What counts is why the other rank went; a rank that runs into a time-out may itself be the cause."""
+    from partita.errors import PartitaError
+    from partita.runtime.failure import _is_echo
+
+    def told(reason: str) -> PartitaError:
+        error = PartitaError("rank 2 waited in vain")
+        error.__cause__ = RuntimeError(reason)
+        return error
+
+    assert _is_echo(RuntimeError("gloo: Connection closed by peer"))
+    assert _is_echo(told("[pair.cc:553] Connection closed by peer"))
+    assert not _is_echo(told("Timed out waiting 60000ms for recv operation"))
+    assert not _is_echo(PartitaError("the data differ"))

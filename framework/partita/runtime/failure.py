@@ -18,6 +18,7 @@ from partita.runtime import phase
 FIRST = "failure.json"  # in the run's log folder: the failure that the run is judged by
 # A collective that broke since another rank is gone. What counts is why that one went.
 _ECHOES = re.compile(r"gloo|nccl|xccl|connection (closed|reset|refused)|broken pipe|socket|store", re.IGNORECASE)
+_GONE = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)  # of them, what no rank alone can cause
 # A device that has broken; a program that is wrong says other things.
 _DEVICE = re.compile(r"uncorrectable|ECC error|has fallen off|device lost|hardware (error|failure)", re.IGNORECASE)
 
@@ -65,7 +66,7 @@ def report(run: Path, rank: int, error: BaseException) -> Failure:
         phase.current.phase,
         _cause(error),
         time.time(),
-        isinstance(error, RuntimeError | OSError) and bool(_ECHOES.search(str(error))),
+        _is_echo(error),
         error.exit_status if isinstance(error, PartitaError) else EXIT_FAILED,
     )
     own = folder(run) / f"rank{rank}.failure.json"
@@ -75,6 +76,13 @@ def report(run: Path, rank: int, error: BaseException) -> Failure:
     if not failure.echo:
         claim(run, failure)
     return failure
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether a rank failed since another one is gone; also where the engine has said in its own words what it waited for."""
+    if isinstance(error, RuntimeError | OSError):
+        return bool(_ECHOES.search(str(error)))
+    return isinstance(error.__cause__, RuntimeError | OSError) and bool(_GONE.search(str(error.__cause__)))
 
 
 def claim(run: Path, failure: Failure) -> Failure:
