@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +88,13 @@ def bound(case: dict[str, str]) -> float:
     return 1e-2 if case["compression"] == "int8" else 1e-5
 
 
-@pytest.mark.parametrize("case", pairwise_cases(), ids=lambda c: "-".join(c.values()))
+def cases() -> list[Any]:
+    """The first of them cover most pairs and always run; the rest, which complete the pairs, on request."""
+    rest = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="completes the pairs: PARTITA_LONG_TESTS=1 runs it")
+    return [pytest.param(c, id="-".join(c.values()), marks=[rest] * (i >= 12)) for i, c in enumerate(pairwise_cases())]
+
+
+@pytest.mark.parametrize("case", cases())
 def test_composition(case: dict[str, str], reference, tmp_path: Path) -> None:
     expert = ("parallel.expert=2",) if case["moe"] == "moe" else ()
     overrides = [o for group, choice in case.items() for o in CHOICES[group][choice]]

@@ -85,7 +85,7 @@ def test_resume_in_the_same_or_another_layout(reference: Path, tmp_path: Path, l
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_plain_module_takes_the_weights_of_any_stage(tmp_path: Path, stage: int) -> None:
     """Strictly: tied weights are there under both names. Evaluation of few samples (one rank has nothing to do at the end) changes
     no training and gives the mean of one rank."""
