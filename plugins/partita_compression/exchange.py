@@ -51,7 +51,7 @@ class Exchange:
         for i in range(n):
             if i != rank:
                 self.format.encode(rows[i], packets[i])
-                self._keep("sender", i, rows[i], packets[i])
+                self._keep("sender", rows[i], packets[i])
         received = torch.empty_like(packets)
         work = self.transport.all_to_all(received, packets, self.group, GRADIENTS)
         return Then([work], lambda: self._sum(output, received, own, accumulate))
@@ -71,7 +71,7 @@ class Exchange:
             if "owner" in self.errors:
                 self.errors["owner"].add_(total)
                 self.format.encode(self.errors["owner"], packets[rank])
-                self._keep("owner", 0, self.errors["owner"], packets[rank])
+                self._keep("owner", self.errors["owner"], packets[rank])
             else:
                 self.format.encode(total, packets[rank])
             self.transport.share(packets.unbind(), self.group, GRADIENTS).wait()
@@ -91,7 +91,7 @@ class Exchange:
         meant[self.group.rank].zero_()
         return meant, own
 
-    def _keep(self, name: str, row: int, meant: torch.Tensor, packet: torch.Tensor) -> None:
+    def _keep(self, name: str, meant: torch.Tensor, packet: torch.Tensor) -> None:
         """Turn what was meant into what was lost, in place. A message that wasn't finite leaves no error: its step is skipped."""
         if name not in self.errors:
             return

@@ -14,10 +14,9 @@ from partita_kernels import quantize, signs
 
 
 class Format(Protocol):
-    """How elements travel. needs_feedback: what a packet loses must be sent later for training to converge."""
+    """How elements travel."""
 
     name: str
-    needs_feedback: bool
 
     def size(self, n: int) -> int:
         """Bytes of a packet of n elements, scales included."""
@@ -32,7 +31,7 @@ class Format(Protocol):
 class Blocks:
     """Codes of 8 or 4 bits with a scale for 256 elements: 1.016 or 0.516 bytes an element. kernel: name in `partita_kernels.quantize`."""
 
-    block, needs_feedback = 256, False
+    block = 256
 
     def __init__(self, name: str, kernel: str) -> None:
         self.name, self.kernel = name, kernel
@@ -63,7 +62,7 @@ class Blocks:
 class OneBit:
     """The sign, and the mean magnitude of 1024 elements: 0.129 bytes an element (1-bit SGD, Seide et al. 2014)."""
 
-    name, block, needs_feedback = "onebit", 1024, True
+    name, block = "onebit", 1024
 
     def size(self, n: int) -> int:
         """See `Format`."""

@@ -12,7 +12,7 @@ from partita.runtime.mesh import Group
 from partita.state.slices import StateSlice
 from partita_compression.exchange import Exchange, gather
 from partita_compression.formats import FORMATS
-from partita_compression.hierarchy import Levels
+from partita_compression.hierarchy import Hops, Levels
 from partita_compression.settings import EXTENSION, Settings
 
 
@@ -62,7 +62,7 @@ class BucketCollectives:
         transport, device = context.transport, context.mesh.device
         sizes = ((groups.shard, bucket.padded, False), (groups.replicas, bucket.shard, True))
         for group, elements, shared in sizes:
-            hops = owner.levels.split(group) if self._hierarchical else None
+            hops = self._hops(group)
             outer = hops.outer if hops else group
             if (
                 self._reduce is None
@@ -73,7 +73,7 @@ class BucketCollectives:
                 continue
             within = hops.inner.size if hops else 1
             self._exchanges[group.ranks] = Exchange(
-                self._reduce, outer, elements // within, transport, device, feedback=settings.feedback, shared=shared
+                self._reduce, outer, -(-elements // within), transport, device, feedback=settings.feedback, shared=shared
             )
 
     def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
@@ -86,7 +86,7 @@ class BucketCollectives:
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """See `Collectives`."""
         base, exchange = self.owner.base, self._exchange(group)
-        hops = self.owner.levels.split(group) if self._hierarchical else None
+        hops = self._hops(group)
         if hops is not None:
             return hops.reduce_scatter(base, exchange, output, source, accumulate=accumulate)
         if exchange is None:
@@ -96,7 +96,7 @@ class BucketCollectives:
     def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
         """See `Collectives`."""
         base, exchange = self.owner.base, self._exchange(group)
-        hops = self.owner.levels.split(group) if self._hierarchical else None
+        hops = self._hops(group)
         if hops is not None:
             return hops.all_reduce(base, exchange, buffer)
         return base.all_reduce(buffer, group, wire) if exchange is None else exchange.all_reduce(buffer)
@@ -105,12 +105,15 @@ class BucketCollectives:
         """See `Collectives`."""
         if self._gather is None or group.size == 1:
             return self.owner.base.all_gather(buffer, group)
-        hops = self.owner.levels.split(group) if self._hierarchical else None
+        hops = self._hops(group)
         if hops is not None:
             return hops.all_gather(self.owner.base, self._gather, buffer)
         if self.owner.settings.slow_only and not self.owner.levels.slow(group):
             return self.owner.base.all_gather(buffer, group)
         return gather(self._gather, self.owner.context.transport, buffer, group)
+
+    def _hops(self, group: Group) -> Hops | None:
+        return self.owner.levels.split(group) if self._hierarchical else None
 
     def _exchange(self, group: Group) -> Exchange | None:
         return self._exchanges.get(group.ranks) if self.owner.warm else None
