@@ -30,6 +30,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "train"))
+
+from commands import session_members  # type: ignore[import-not-found]
+
 from partita.errors import CheckpointError
 from partita.train.checkpoint import latest_in, list_checkpoints, read_weights, verify
 
@@ -101,20 +105,6 @@ class Runner:
 
 
 # ------------------------------------------------------------------ processes
-
-
-def session_members(leader: int) -> list[int]:
-    """Living processes of a session."""
-    alive = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                fields = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[3]) == leader and fields[0] != "Z":
-                alive.append(int(name))
-    return alive
 
 
 def wait_for_end(pid: int) -> tuple[int | None, float, list[int]]:
