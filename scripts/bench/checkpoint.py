@@ -103,8 +103,7 @@ def bench(spec: Any) -> dict[str, Any]:
     }  # fmt: skip
     rows: list[Any] = [None] * run.mesh.world
     dist.all_gather_object(rows, row) if run.mesh.world > 1 else rows.__setitem__(0, row)
-    for part in (run.data, run.checkpoints, run.metrics):
-        part.close()
+    run.close()
     return {"rows": rows}
 
 

@@ -69,7 +69,7 @@ def side_by_side(spec: Any) -> dict[str, Any]:
                     if turn:  # the first turn warms up
                         seconds[name].append(time.perf_counter() - start)
                         cpu[name].append(time.process_time() - used)
-    runs._close(run)
+    run.close()
     out: dict[str, Any] = {k: statistics.median(v) for k, v in seconds.items()}
     return out | {f"{k}_cpu": statistics.median(v) for k, v in cpu.items()}
 

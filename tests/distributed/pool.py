@@ -205,7 +205,7 @@ def _unpickle(data: bytes) -> BaseException | None:
 
 def _zygote(line: socket.socket, folder: Path) -> None:
     """Import torch, then fork a rank for each request; ends when the test session does."""
-    _die_with_parent()
+    die_with_parent()
     import torch.distributed  # noqa: F401  the one expensive import
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
@@ -227,7 +227,7 @@ def _rank(rank: int, line: Connection, folder: Path) -> None:
     """Serve calls until the session ends."""
     import torch
 
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -313,7 +313,7 @@ def _module(name: str, file: str | None) -> Any:
         return module
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: a kill when the parent dies (prctl PR_SET_PDEATHSIG is 1)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import forked
 import psutil
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +26,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Program:
-    """One run of a command in its own process group, output in files."""
+    """One run of `python command...` in its own process group, output in files."""
 
-    def __init__(self, command: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, env: dict[str, str] | None = None, fresh: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._out, self._err = (folder.parent / f"{folder.name}.{name}" for name in ("out", "err"))
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env or environment(), process_group=0
-            )
+        self.process = forked.start(command, out=self._out, err=self._err, env=env or environment(), session=False, fresh=fresh)
         self.seen: set[psutil.Process] = set()
 
     @property
@@ -83,14 +79,14 @@ class Program:
             if process.is_running():
                 process.kill()
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
+            self.process.kill()
             self.process.wait(10)
 
 
-def toy(folder: Path, entry: str, **options: object) -> Program:
-    """The toy command line."""
+def toy(folder: Path, entry: str, fresh: bool = False, **options: object) -> Program:
+    """The toy command line. fresh: in a new interpreter."""
     pairs = [f"{key}={value}" for key, value in options.items()]
-    return Program([sys.executable, str(TOYS), entry, str(folder), *pairs], folder)
+    return Program([str(TOYS), entry, str(folder), *pairs], folder, fresh=fresh)
 
 
 def number(path: Path) -> int:

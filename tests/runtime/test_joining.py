@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from programs import TOYS, Program, environment
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def torchrun(folder: Path, ranks: int, *arguments: str) -> Program:
-    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    head = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return Program([*head, str(TOYS), arguments[0], str(folder), *arguments[1:]], folder)
 
 
@@ -57,17 +56,17 @@ def test_slurm_starts_the_ranks_and_we_join(tmp_path: Path) -> None:
     tasks = []
     for task in ("0", "1"):
         env = environment(SLURM_PROCID=task, SLURM_LOCALID=task, MASTER_PORT=str(port), **step)
-        command = [sys.executable, str(TOYS), "loop", str(tmp_path), "steps=3", "ranks=2"]
-        tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [str(TOYS), "loop", str(tmp_path), "steps=3", "ranks=2"]
+        tasks.append(forked.start(command, out=tmp_path / f"task{task}.out", err=tmp_path / f"task{task}.err", env=env))
     try:
-        answers = [task.communicate(timeout=60) for task in tasks]
+        statuses = [task.wait(timeout=60) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
-    assert [task.returncode for task in tasks] == [0, 0], answers
-    assert json.loads(answers[0][0].splitlines()[-1])["world"] == 2
+    assert statuses == [0, 0], [(tmp_path / f"task{task}.err").read_text() for task in "01"]
+    assert json.loads((tmp_path / "task0.out").read_text().splitlines()[-1])["world"] == 2
     assert "started by slurm" in (tmp_path / "log" / "rank1.log").read_text()
-    assert not [p for p in psutil.Process().children() if p.pid in {t.pid for t in tasks} and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [t.pid for t in tasks if psutil.pid_exists(t.pid)]
 
 
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def test_ranks_start_quickly_with_logs_of_their_own(start: Any) -> None:
-    program = start("where")
+    program = start("where", fresh=True)
     assert program.status(60) == 0
     summary = json.loads(program.out.splitlines()[-1])
     assert summary["entered"] - summary["started"] < 5  # 0.2 s on a quiet machine

@@ -7,9 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+import forked
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -27,23 +32,34 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def train(
-    folder: Path, *overrides: str, timeout: float = 120, check: bool = True, **env: str
+    folder: Path, *overrides: str, timeout: float = 120, check: bool = True, fresh: bool = False, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`scripts/train.py run.dir=folder ...` with tiny settings; the output is text."""
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment(**env), check=False)
+    """`scripts/train.py run.dir=folder ...` with tiny settings; the output is text. fresh: in a new interpreter."""
+    command = [str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
+    with tempfile.TemporaryDirectory(prefix="partita_test_") as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        process = forked.start(command, out=out, err=err, env=environment(**env), cwd=ROOT, fresh=fresh)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired as late:
+            end_session(process.pid)
+            raise subprocess.TimeoutExpired(late.cmd, timeout, out.read_text(), err.read_text()) from None
+        done = subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    """The same in the background, in a session of its own."""
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
-    log = (folder.parent / f"{folder.name}.out").open("a")
-    return subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(), start_new_session=True
-    )
+def start(folder: Path, *overrides: str) -> forked.Forked:
+    """The same in the background, in a session of its own; what it says goes to a file beside the folder."""
+    command = [str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
+    return forked.start(command, out=folder.parent / f"{folder.name}.out", env=environment(), cwd=ROOT)
+
+
+def end_session(pid: int) -> None:
+    """Kill all that is left of a session."""
+    for member in session_members(pid):
+        os.kill(member, signal.SIGKILL)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -58,7 +74,7 @@ def column(folder: Path, name: str) -> list[float]:
     return [m[name] for m in metrics(folder)]
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 60) -> None:
+def wait_for_step(folder: Path, step: int, process: forked.Forked, timeout: float = 60) -> None:
     """Until metrics.jsonl has that step."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
@@ -86,7 +102,7 @@ def session_members(pid: int) -> list[int]:
     return alive
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(process: forked.Forked) -> list[int]:
     """Process ids of the ranks, lowest first."""
     return sorted(p for p in session_members(process.pid) if p != process.pid)
 
@@ -96,7 +112,6 @@ def assert_gone(pid: int, timeout: float = 10) -> None:
     end = time.monotonic() + timeout
     while left := session_members(pid):
         if time.monotonic() > end:
-            for p in left:
-                os.kill(p, signal.SIGKILL)
+            end_session(pid)
             raise AssertionError(f"processes left: {left}")
         time.sleep(0.1)

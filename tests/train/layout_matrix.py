@@ -78,8 +78,7 @@ def play(rank: int, world: int, spec: Any, again: str, steps: int, keep_at: int)
                 save(run)
                 run.checkpoints.wait()
     finally:
-        for part in (run.data, run.checkpoints, run.metrics):
-            part.close()
+        run.close()
     return losses
 
 

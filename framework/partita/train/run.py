@@ -74,6 +74,13 @@ class Run:
         if self.registry.has(hook):
             getattr(self.registry.hook, hook)(run=self, **arguments)
 
+    def close(self) -> None:
+        """Release what the run holds, as far as it was built; called also after errors, so nothing here may need another rank."""
+        for name in ("data", "checkpoints", "metrics", "engine"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+
 
 def worker(spec: RunSpec) -> dict[str, Any]:
     """Run one rank of `spec` to its end; returns the summary. The process group exists already.
@@ -94,13 +101,13 @@ def worker(spec: RunSpec) -> dict[str, Any]:
         run.notify("partita_failure", error=error)
         raise
     finally:
-        _close(run)
+        run.close()
     run.notify("partita_run_end", summary=summary)
     return summary
 
 
 def open_run(spec: RunSpec) -> Run:
-    """A run that is built and resumed, for callers that step it themselves (`partita.train.loop.one_update`). Observers aren't told."""
+    """A run that is built and resumed, for callers that step it themselves (`partita.train.loop.one_update`) and call `close` in the end. Observers aren't told."""
     run = _open(spec)
     _build(run)
     return run
@@ -212,11 +219,3 @@ def weight_source(model: nn.Module, seed: int) -> Any:
         return tensor
 
     return source
-
-
-def _close(run: Run) -> None:
-    """Release what the run holds; called also after errors, so nothing here may need another rank."""
-    for name in ("data", "checkpoints", "metrics", "engine"):
-        part = getattr(run, name, None)
-        if part is not None:
-            part.close()
