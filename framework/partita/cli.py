@@ -51,7 +51,6 @@ def calibrate(argv: Sequence[str] | None = None) -> int:
 
 def calibrate_job(config: Any, info: JobInfo) -> dict[str, Any]:
     """Arithmetic in this process, links between ranks. Under torchrun or Slurm on several nodes, links between nodes too."""
-    import tempfile
     from dataclasses import replace
 
     from partita.plan.calibration import calibration_file, write_calibration
@@ -59,6 +58,7 @@ def calibrate_job(config: Any, info: JobInfo) -> dict[str, Any]:
     from partita.plan.plan import Layout, Plan
     from partita.runtime.calibrate import arithmetic, assemble, links, report
     from partita.runtime.launch import launch
+    from partita.runtime.scratch import scratch_folder
     from partita.runtime.spec import RunSpec
 
     path = calibration_file(config.cluster.calibration)
@@ -69,8 +69,8 @@ def calibrate_job(config: Any, info: JobInfo) -> dict[str, Any]:
         raise ConfigError("cluster: a described cluster is not here to be measured\n    -> cluster=auto")
     ranks = cluster.ranks or max(2, cluster.cores)
     local = arithmetic()
-    with tempfile.TemporaryDirectory(prefix="partita_calibrate_") as folder:
-        job = replace(info, dir=Path(folder))
+    with scratch_folder("calibrate") as folder:
+        job = replace(info, dir=folder)
         found = launch(links, RunSpec(to_plain(config), Plan(Layout(shard=ranks)), job, ranks), ranks)
     if joined_rank() in (None, 0):
         value, key = assemble(local, found), this_machine(cluster)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from partita.train import storage
+from partita.train import shards
 from partita.train.index import latest_in
 
 FLIPPED = 30  # bit of a float32 (the highest of the exponent): small numbers become huge ones
@@ -77,12 +77,12 @@ def full_disk(run: Any, config: Any) -> None:
     def refuse(_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    storage.before_write = refuse
+    shards.before_write = refuse
 
 
 def slow_disk(run: Any, config: Any) -> None:
     """Each chunk of a checkpoint takes longer."""
-    storage.before_write = lambda _bytes: time.sleep(config.seconds)
+    shards.before_write = lambda _bytes: time.sleep(config.seconds)
 
 
 def unreadable(run: Any, config: Any) -> None:

@@ -111,6 +111,6 @@ def partita_run_end(run: Any) -> None:
     """Put back what was replaced in this process."""
     held = _undo.pop(id(run), None)
     if held is not None:
-        from partita.train import storage
+        from partita.train import shards
 
-        time.time, storage.before_write = held[0], None
+        time.time, shards.before_write = held[0], None

@@ -86,6 +86,7 @@ class Runner:
             log = os.open(f"{folder}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            os.environ["TMPDIR"], tempfile.tempdir = str(temporary(folder)), None
             if limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             if not self.fork:
@@ -102,6 +103,13 @@ class Runner:
     def whole(self, folder: Path) -> int:
         """Run to the end; returns the exit status."""
         return os.waitstatus_to_exitcode(os.waitpid(self.start(folder), 0)[1])
+
+
+def temporary(folder: Path) -> Path:
+    """The folder for temporary files of the runs beside `folder`."""
+    path = folder.parent / "temporary"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 # ------------------------------------------------------------------ processes
@@ -217,6 +225,8 @@ def check(life: Life, folder: Path, reference: dict[int, float], before: int, sh
     new = set(os.listdir(SHM)) - shm if SHM.is_dir() else set()
     if new:
         life.wrong.append(f"left in {SHM}: {', '.join(sorted(new)[:3])}")
+    if left := sorted(os.listdir(temporary(folder))):
+        life.wrong.append(f"left in the folder for temporary files: {', '.join(left[:3])}")
 
 
 def same_end(folder: Path, reference: Path, expected: dict[int, float]) -> list[str]:

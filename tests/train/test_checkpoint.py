@@ -28,7 +28,7 @@ from pool import run_ranks
 
 from partita.errors import CheckpointError
 from partita.state.slices import StateSlice
-from partita.train import storage
+from partita.train import shards, storage
 from partita.train.checkpoint import find_checkpoint, inspect, list_checkpoints, load_slices, read_weights, verify
 from partita.train.dcp import PartitaReader
 
@@ -116,7 +116,7 @@ def test_only_the_wanted_bytes_are_read(tmp_path: Path) -> None:
     before = rchar()
     _, report = load_slices(tmp_path, [StateSlice("model.x", (4000, 1000), torch.float32, 1_500_000, 2_500_000, target)])
     assert torch.equal(target, state["model.x"].view(-1)[1_500_000:2_500_000])
-    assert 4_000_000 <= report.bytes_read <= 4_000_000 + 4 * storage.BLOCK
+    assert 4_000_000 <= report.bytes_read <= 4_000_000 + 4 * shards.BLOCK
     assert rchar() - before <= report.bytes_read + 100_000
 
 

@@ -24,7 +24,7 @@ import ranks
 from pool import run_ranks
 
 from partita.errors import CheckpointError
-from partita.train import saving, storage
+from partita.train import saving, shards
 from partita.train.checkpoint import list_checkpoints, read_weights, verify
 
 MB = 1 << 20
@@ -33,8 +33,8 @@ MB = 1 << 20
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> float:
     """Every write of a chunk takes this many seconds longer."""
-    write = storage._write_all
-    monkeypatch.setattr(storage, "_write_all", lambda *a: (time.sleep(0.25), write(*a)))
+    write = shards._write_all
+    monkeypatch.setattr(shards, "_write_all", lambda *a: (time.sleep(0.25), write(*a)))
     return 0.25
 
 
@@ -113,7 +113,7 @@ def test_a_load_needs_memory_for_a_chunk_only(tmp_path: Path) -> None:
     """4 ranks, 32 MB: none holds the others' shards while it reads its own."""
     ranks.save(ranks.checkpointers(tmp_path, 2), 1, ranks.full(7, 8 * MB))
     for extra, right in run_ranks(4, peak_of_load, str(tmp_path)):
-        assert right and extra < storage.CHUNK + 4 * MB
+        assert right and extra < shards.CHUNK + 4 * MB
 
 
 # ------------------------------------------------------------------ failure

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from partita.errors import RunInterrupted
 from partita.runtime import failure
 from partita.runtime.joining import adopt, check_joined, joined
 from partita.runtime.phase import Board
+from partita.runtime.scratch import nameless_file
 from partita.runtime.spec import RunSpec
 from partita.runtime.supervise import Supervisor
 from partita.runtime.worker import Entry, Origin, Outcome, run_joined, run_spawned
@@ -51,8 +50,8 @@ def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> t
     # A forked rank has all imports made already. After an accelerator has been touched, fork is not safe.
     method = "spawn" if torch.accelerator.is_available() else "fork"
     log.info("starting %d rank%s on this machine (%s); logs in %s", ranks, "s" * (ranks > 1), method, failure.folder(run))
-    with tempfile.TemporaryDirectory(prefix="partita_") as folder, _environment():
-        board = Board(Path(folder) / "positions", ranks)
+    with nameless_file("positions") as path, _environment():
+        board = Board(path, ranks)
         origin = Origin(f"partita ({method})", os.getpid(), board.path)
         supervisor = Supervisor(board, spec.config["launch"]["grace"], leave_at)
         try:
@@ -92,7 +91,7 @@ def _launch_config(ranks: int, method: str) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.05,
         start_method=method,
-        logs_specs=DefaultLogsSpecs(),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks keep logs of their own; it would leave a folder behind
         signals_to_handle="SIGQUIT",  # the others are the supervisor's
     )
 

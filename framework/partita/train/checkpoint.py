@@ -25,7 +25,8 @@ from partita.state.slices import StateSlice
 from partita.train.index import CheckpointInfo, find_checkpoint, inspect, latest_in, list_checkpoints, read_index, step_name
 from partita.train.loading import LoadReport, Skip, load_slices, read_rank_extra, read_weights, verify
 from partita.train.saving import JOIN, Save, Snapshot, recover
-from partita.train.storage import ALIGN, dtype_name, encode
+from partita.train.shards import ALIGN, host_buffer, step_back
+from partita.train.storage import dtype_name, encode
 
 __all__ = [
     "CheckpointInfo",
@@ -136,6 +137,7 @@ class Checkpointer:
                 raise taken
             return taken
 
+        step_back()
         try:
             job.run(take)
         except CheckpointError as error:
@@ -159,7 +161,7 @@ class Checkpointer:
             offsets.append(size)
             size += -(-s.data.numel() * s.data.element_size() // ALIGN) * ALIGN
         if self._host.numel() < size:
-            self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self.mesh.device.type != "cpu")
+            self._host = host_buffer(size, pinned=self.mesh.device.type != "cpu")
         for s, offset in zip(slices, offsets, strict=True):
             end = offset + s.data.numel() * s.data.element_size()
             self._host[offset:end].view(s.data.dtype).copy_(s.data.detach(), non_blocking=True)

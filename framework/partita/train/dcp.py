@@ -25,7 +25,7 @@ from torch.futures import Future
 from partita.errors import CheckpointError
 from partita.state.boxes import Box, boxes
 from partita.train.index import INDEX, Entry, Index, find_checkpoint, read_index, read_rank, shard_name
-from partita.train.storage import Piece, read_pieces
+from partita.train.shards import Piece, read_pieces
 
 
 class PartitaReader(StorageReader):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from partita.errors import CheckpointError, nearest
-from partita.train.storage import BLOCK, DTYPES, decode, dtype_name, read_sealed
+from partita.train.shards import BLOCK
+from partita.train.storage import DTYPES, decode, dtype_name, read_sealed
 
 FORMAT, VERSION = "partita-checkpoint", 1
 INDEX, SUMMARY, LATEST, BEST = "index.json", "summary.json", "latest", "best.json"

@@ -14,7 +14,8 @@ import torch
 from partita.errors import CheckpointError, nearest
 from partita.state.slices import StateSlice
 from partita.train.index import Entry, Index, find_checkpoint, rank_name, read_index, read_rank, readable, shard_name, some
-from partita.train.storage import Piece, decode, dtype_name, read_pieces
+from partita.train.shards import Piece, read_pieces
+from partita.train.storage import decode, dtype_name
 
 log = logging.getLogger("partita")
 WEIGHTS = ("model.", "buffer.")

@@ -41,7 +41,8 @@ from partita.train.index import (
     shard_name,
     step_name,
 )
-from partita.train.storage import free_bytes, read_sealed, replace_text, sync_folder, write_sealed, write_shard, write_text
+from partita.train.shards import write_shard
+from partita.train.storage import free_bytes, read_sealed, replace_text, sync_folder, write_sealed, write_text
 
 log = logging.getLogger("partita")
 MARGIN = 64 * 1024  # bytes of documents beside a shard, kept free
@@ -140,7 +141,7 @@ class Save:
         own = {"attempt": self.attempt, "rank": self.rank, "sums": sums, "rank_extra": snapshot.rank_extra}
         write_sealed(self.temporary / rank_name(self.rank), own)
         new = self.temporary / f"rank-{self.rank:05d}.new"
-        write_sealed(new, {"size": snapshot.data.numel(), "parts": snapshot.parts})
+        write_sealed(new, {"size": snapshot.data.numel(), "parts": snapshot.parts}, durable=False)  # it goes when all are done
         os.replace(new, self._marker("done"))  # rank 0 sees it whole
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint on disk: sealed JSON documents, and shard files with a checksum for each block. No pickle anywhere."""
+"""Documents of a checkpoint on disk: sealed JSON, values as JSON, small files through to the disk. No pickle anywhere."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import hashlib
 import json
 import os
 import re
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from partita.errors import CheckpointError
 
-BLOCK = 256 * 1024  # bytes under one checksum: small beside a shard, so that a part is read with little around it
-CHUNK = 16 * BLOCK  # bytes of one read or write
-FLUSH = 64 * CHUNK  # bytes after which written data is forced to the disk: the last flush stays short, the page cache small
-ALIGN = 64  # bytes; every part begins on a multiple, so that it can be viewed in any dtype
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-before_write: Callable[[int], None] | None = None  # called with the size of each chunk: to throttle, or to make it fail
 _SEAL = re.compile(r'\A\{"sha256":"([0-9a-f]{64})",')
 
 
@@ -72,11 +64,11 @@ def decode(value: Any) -> Any:
 # ------------------------------------------------------------------ documents
 
 
-def write_sealed(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON document whose first key is the SHA-256 of the rest; it is on the disk when this returns."""
+def write_sealed(path: Path, content: dict[str, Any], durable: bool = True) -> None:
+    """Write a JSON document whose first key is the SHA-256 of the rest. durable: it is on the disk when this returns."""
     rest = json.dumps(content, separators=(",", ":"))[1:]
     digest = hashlib.sha256(rest.encode()).hexdigest()
-    write_text(path, f'{{"sha256":"{digest}",{rest}')
+    write_text(path, f'{{"sha256":"{digest}",{rest}', durable)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
@@ -95,12 +87,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return content
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file through to the disk."""
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file; `durable`: through to the disk."""
     with path.open("w") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -115,7 +108,7 @@ def sync_folder(path: Path) -> None:
     """Have the names in a folder on the disk, where the file system can do that."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        with _if_supported():
+        with if_supported():
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -128,123 +121,10 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _if_supported() -> Any:
+def if_supported() -> Any:
     """Pass over what a file system does not know; any other error counts."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-
-
-# ------------------------------------------------------------------ shards
-
-
-def write_shard(path: Path, data: torch.Tensor, between: Callable[[], None]) -> str:
-    """Write the bytes `data` (1-D uint8, host) through to the disk; returns the CRC-32 of each block, 8 hex digits each.
-
-    Space is reserved first: a full disk is found before anything is written, other writers included. `between` is called before
-    each chunk and may raise. Raises OSError.
-    """
-    view = memoryview(data.numpy())  # type: ignore[arg-type]
-    sums: list[str] = []
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        if len(view):
-            with _if_supported():
-                os.posix_fallocate(handle, 0, len(view))
-        for start in range(0, len(view), CHUNK):
-            between()
-            if before_write is not None:
-                before_write(min(CHUNK, len(view) - start))
-            chunk = view[start : start + CHUNK]
-            sums += [f"{zlib.crc32(chunk[i : i + BLOCK]):08x}" for i in range(0, len(chunk), BLOCK)]
-            _write_all(handle, chunk, start)
-            if (start + CHUNK) % FLUSH == 0:
-                os.fsync(handle)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return "".join(sums)
-
-
-def _write_all(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(handle, data, offset)
-        data, offset = data[done:], offset + done
-
-
-class Piece(NamedTuple):
-    """Bytes [lo, hi) of a shard, which hold elements of `dtype` for the 1-D tensor `target` (None: they are only checked)."""
-
-    lo: int
-    hi: int
-    dtype: torch.dtype
-    target: torch.Tensor | None
-
-
-def read_pieces(path: Path, size: int, sums: str, pieces: Iterable[Piece]) -> int:
-    """Fill the targets from the shard at `path` of `size` bytes, converting dtypes; returns the bytes read.
-
-    Only blocks that hold something wanted are read, each once, and each against its checksum `sums`; memory needed is one chunk.
-    Raises CheckpointError where the file is absent, short or damaged.
-    """
-    work: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        for chunk in range(piece.lo // CHUNK, -(-piece.hi // CHUNK)):
-            work[chunk].append(piece)
-    scratch = torch.empty(CHUNK, dtype=torch.uint8)
-    try:
-        with path.open("rb", buffering=0) as file:
-            return sum(_read_chunk(file.fileno(), path, size, sums, c, work[c], scratch) for c in sorted(work))
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-
-
-def _read_chunk(handle: int, path: Path, size: int, sums: str, chunk: int, pieces: list[Piece], scratch: torch.Tensor) -> int:
-    base = chunk * CHUNK
-    wanted: set[int] = set()
-    for p in pieces:
-        wanted.update(range((max(p.lo, base) - base) // BLOCK, -(-(min(p.hi, base + CHUNK) - base) // BLOCK)))
-    view = memoryview(scratch.numpy())  # type: ignore[arg-type]
-    read = 0
-    for first, last in _runs(sorted(wanted)):
-        lo, hi = first * BLOCK, min(last * BLOCK, size - base)
-        _read_exactly(handle, path, view[lo:hi], base + lo)
-        for block in range(first, last):
-            _check_block(path, view[block * BLOCK : min((block + 1) * BLOCK, hi)], base // BLOCK + block, sums)
-        read += hi - lo
-    for p in pieces:
-        if p.target is not None:
-            lo, hi = max(p.lo, base), min(p.hi, base + CHUNK)
-            values = scratch[lo - base : hi - base].view(p.dtype)
-            start = (lo - p.lo) // p.dtype.itemsize
-            p.target[start : start + values.numel()].copy_(values)
-    return read
-
-
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as ranges [first, last)."""
-    out: list[tuple[int, int]] = []
-    for n in numbers:
-        if out and out[-1][1] == n:
-            out[-1] = (out[-1][0], n + 1)
-        else:
-            out.append((n, n + 1))
-    return out
-
-
-def _read_exactly(handle: int, path: Path, into: memoryview, offset: int) -> None:
-    while into:
-        done = os.preadv(handle, [into], offset)
-        if not done:
-            raise CheckpointError(f"{path} is {len(into)} bytes too short: the checkpoint is damaged; use another one")
-        into, offset = into[done:], offset + done
-
-
-def _check_block(path: Path, block: memoryview, number: int, sums: str) -> None:
-    if f"{zlib.crc32(block):08x}" != sums[8 * number : 8 * number + 8]:
-        at = number * BLOCK
-        raise CheckpointError(
-            f"{path} is damaged: bytes {at} to {at + len(block)} do not match their checksum; use another checkpoint"
-        )

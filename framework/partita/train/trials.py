@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from partita.plan.solve.choose import Choice, Row
 from partita.plan.solve.describe import plan_words
 from partita.plan.solve.options import with_settings
 from partita.runtime.launch import launch
+from partita.runtime.scratch import scratch_folder
 from partita.runtime.spec import RunSpec
 from partita.train.run import worker
 
@@ -54,12 +54,12 @@ def measure(config: Any, settings: dict[str, Any], registry: Any, info: JobInfo)
     words = plan_words(planned.plan)
     if planned.problems:
         return Trial(settings, words, None, f"{planned.problems[0].key}: {planned.problems[0].reason}")
-    with tempfile.TemporaryDirectory(prefix="partita_trial_") as folder:
-        job = replace(info, dir=Path(folder))
+    with scratch_folder("trial") as folder:
+        job = replace(info, dir=folder)
         ranks = planned.plan.layout.world
         try:
             launch(worker, RunSpec(to_plain(planned.config), planned.plan, job, ranks, registry.blocked), ranks)
-            return Trial(settings, words, median_step(Path(folder) / "metrics.jsonl"))
+            return Trial(settings, words, median_step(folder / "metrics.jsonl"))
         except RunInterrupted:
             raise
         except PartitaError as error:
