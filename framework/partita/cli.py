@@ -102,7 +102,7 @@ def train_job(config: Any, info: JobInfo) -> dict[str, Any]:
             (info.dir / "deepspeed.txt").write_text(info.translation.text() + "\n")
         write_config(info.dir / "config.yaml", plain)
     spec = RunSpec(to_plain(planned.config), planned.plan, info, planned.plan.layout.world, registry.blocked)
-    bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown)
+    bounds = Bounds(config.launch.restarts, config.launch.min_ranks, config.launch.cooldown, memory=config.train.memory_every > 0)
     again = replanner(config, info, registry, bounds.min_ranks, planned.plan)
     return launch_lasting(worker, spec, again, bounds)
 
@@ -129,7 +129,7 @@ def replanner(config: Any, info: JobInfo, registry: Registry, least: int, plan: 
     It returns None where fewer than `least` are left, or no plan exists.
     """
     from partita.plan.make import make_plan
-    from partita.runtime.spec import RunSpec
+    from partita.runtime.spec import MEMORY, RunSpec
     from partita.train.index import list_checkpoints
 
     def saves() -> list[str]:
@@ -144,7 +144,7 @@ def replanner(config: Any, info: JobInfo, registry: Registry, least: int, plan: 
             if not planned.problems:
                 planned.save(info.dir)
                 plain = to_plain(planned.config)
-                if saves()[-1:] != before[-1:]:
+                if saves()[-1:] != before[-1:] or any((info.dir / MEMORY).glob("step-*")):
                     plain["train"]["resume"] = "auto"
                 return RunSpec(plain, planned.plan, info, count, registry.blocked)
         return None

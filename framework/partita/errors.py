@@ -38,6 +38,17 @@ class NonFiniteError(PartitaError):
     """The gradient norm of an update is not finite, on all ranks alike; the update was not applied."""
 
 
+class RollBack(PartitaError):
+    """Raised by an observer on all ranks alike: the run goes back to its newest checkpoint and passes over some samples.
+
+    skip: updates whose samples are passed over after the one that the run had come to.
+    """
+
+    def __init__(self, message: str, skip: int = 0) -> None:
+        super().__init__(message)
+        self.skip = skip
+
+
 class RunInterrupted(PartitaError):
     """A signal ended the run after a checkpoint; `signum` tells which. to_grow: it was stopped only to go on with more ranks."""
 

@@ -19,8 +19,12 @@ class DiagnosisConfig:
     straggler_factor: float = 2.0
     # robust z-score (Iglewicz and Hoaglin 1993: 0.6745 |x - median| / MAD) above which a loss counts as a spike; 0: off
     spike: float = 12.0
-    # warn, or stop
+    # warn; skip (the update is left out); roll_back (to the newest checkpoint, from where training goes on with other samples); or stop
     on_spike: str = "warn"
+    # roll_back: updates after the spike whose samples are passed over too (PaLM, section 5.1: 200 to 500 batches in all)
+    roll_back_skip: int = 0
+    # roll_back: times, in one start of the run; a spike after them stops it
+    roll_backs: int = 3
     # steps between comparisons of the replicas' weights; 0: never
     replicas_every: int = 10
     # steps between double computations of a micro-batch's loss, which must agree to the bit; 0: never

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partita.errors import PartitaError
+from partita.errors import PartitaError, RollBack
 from partita_diagnosis.report import Report
 
 WINDOW, FEWEST = 64, 16  # losses that a new one is compared with
@@ -131,16 +132,50 @@ class Spikes:
             self._losses.append(loss)
         return score
 
-    def look(self, step: int, loss: float, report: Report, policy: str) -> None:
-        """Report a spike; raise PartitaError where the policy is to stop."""
-        score = self.score(loss)
-        if score <= self.limit:
-            return
+    def words(self, loss: float, score: float) -> str:
+        """A spike in words."""
         middle = statistics.median(self._losses)
-        cause = f"the loss is {loss:.4g}, {score:.0f} robust deviations above the median {middle:.4g} of the last {len(self._losses)} steps"
-        report.add("spike", step, f"{cause}: bad samples or too high a learning rate are likely", about=step, score=score)
-        if policy == "stop":
-            raise PartitaError(f"step {step}: {cause}\n    -> go on from an earlier checkpoint, with a lower optimizer.lr")
+        return f"the loss is {loss:.4g}, {score:.0f} robust deviations above the median {middle:.4g} of the last {len(self._losses)} steps"
+
+
+class SpikeGuard:
+    """Looks at every loss, on all ranks alike, and does what `on_spike` says.
+
+    skip: `veto` keeps the update from being made. stop, roll_back: `look`, after the update, raises. Rank 0 reports.
+    """
+
+    def __init__(self, config: Any, report: Report | None) -> None:
+        self._spikes, self._policy = Spikes(config.spike), config.on_spike
+        self._skip, self._left = config.roll_back_skip, config.roll_backs
+        self._report, self._backs = report, 0
+
+    def veto(self, step: int, loss: float, norm: float) -> str:
+        """Why the update is not made; empty where it is."""
+        del norm
+        cause = self._cause(step, loss, "; the update was left out") if self._policy == "skip" else ""
+        return f"spike: {cause}" if cause else ""
+
+    def look(self, step: int, loss: float) -> None:
+        """After the update. Raises PartitaError or RollBack."""
+        cause = "" if self._policy == "skip" else self._cause(step, loss, "")
+        if not cause or self._policy == "warn":
+            return
+        if self._policy == "roll_back" and self._left:
+            self._left, self._backs = self._left - 1, self._backs + 1
+            raise RollBack(f"step {step}: {cause}", self._skip)
+        more = f" (after {self._backs} roll-backs, as many as diagnosis.roll_backs allows)" if self._backs else ""
+        raise PartitaError(f"step {step}: {cause}{more}\n    -> go on from an earlier checkpoint, with a lower optimizer.lr")
+
+    def _cause(self, step: int, loss: float, done: str) -> str:
+        score = self._spikes.score(loss) if math.isfinite(loss) else 0.0
+        if score <= self._spikes.limit:
+            return ""
+        cause = self._spikes.words(loss, score)
+        if self._report is not None:
+            about: Any = f"{step}, after {self._backs} roll-backs" if self._backs else step
+            likely = "bad samples or too high a learning rate are likely"
+            self._report.add("spike", step, f"{cause}: {likely}{done}", about=about, score=score)
+        return cause
 
 
 # ------------------------------------------------------------------ replicas

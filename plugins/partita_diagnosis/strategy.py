@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from partita_diagnosis.beat import Beat
     from partita_diagnosis.collectives import Watch
     from partita_diagnosis.monitor import Monitor
-    from partita_diagnosis.numbers import Spikes
+    from partita_diagnosis.numbers import SpikeGuard
     from partita_diagnosis.report import Report
 
-CHOICES = {"on_hang": ("report", "stop"), "on_spike": ("warn", "stop")}
+CHOICES = {"on_hang": ("report", "stop"), "on_spike": ("warn", "skip", "roll_back", "stop")}
 STEPS = 8  # over which a rank's own seconds are taken
 FLOOR = 0.02  # seconds that a straggler must lose in each step to be worth a word
 _watched: dict[int, Watched] = {}  # by id of the run
@@ -33,7 +33,7 @@ class Watched:
         from partita_diagnosis.beat import Beat
         from partita_diagnosis.collectives import Watch
         from partita_diagnosis.monitor import Monitor
-        from partita_diagnosis.numbers import Spikes
+        from partita_diagnosis.numbers import SpikeGuard
         from partita_diagnosis.report import Report
 
         self.folder = run.dir / "log" / "beat"
@@ -42,7 +42,9 @@ class Watched:
         for old in ("dump", f"nonfinite-{run.rank}.json", f"where-{run.rank}.txt"):
             (self.folder / old).unlink(missing_ok=True)
         self.watch: Watch = Watch(self.beat)
-        self.spikes: Spikes = Spikes(run.config.diagnosis.spike)
+        self.spikes: SpikeGuard = SpikeGuard(run.config.diagnosis, self.report if run.rank == 0 else None)
+        if run.config.diagnosis.spike:
+            run.vetoes.append(self.spikes.veto)
         self.monitor: Monitor = Monitor(run, self.beat, self.report)
         self.monitor.start()
         self._own: deque[float] = deque(maxlen=STEPS)
@@ -87,9 +89,12 @@ def partita_check(plan: Any, draft: Any) -> list[Problem]:
     for field in ("hang_after", "straggler_factor", "slow_save"):
         if not getattr(d, field) > 0:
             problems.append(Problem(f"diagnosis.{field}", f"{getattr(d, field)} is not above 0.", "Give a number above 0."))
-    for field in ("spike", "replicas_every", "recompute_every", "verify_every", "host_reserve"):
+    for field in ("spike", "replicas_every", "recompute_every", "verify_every", "host_reserve", "roll_back_skip", "roll_backs"):
         if not getattr(d, field) >= 0:
             problems.append(Problem(f"diagnosis.{field}", f"{getattr(d, field)} is below 0.", "Give 0 (off) or more."))
+    if d.on_spike == "roll_back" and d.spike and not draft.config.train.save_every:
+        what = "without train.save_every there is no checkpoint to go back to."
+        problems.append(Problem("diagnosis.on_spike", what, "Set train.save_every, or diagnosis.on_spike=skip."))
     return problems
 
 
@@ -128,8 +133,8 @@ def partita_step_end(run: Any, step: int, metrics: dict[str, Any]) -> None:
         from partita_diagnosis.numbers import compare_replicas
 
         compare_replicas(run, step, watched.report)
-    if d.spike and metrics["loss"] == metrics["loss"] and (run.rank == 0 or d.on_spike == "stop"):
-        watched.spikes.look(step, metrics["loss"], watched.report, d.on_spike)
+    if d.spike:
+        watched.spikes.look(step, metrics["loss"])
 
 
 def _stragglers(watched: Watched, step: int, factor: float) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import io
 import json
 import os
 import runpy
@@ -17,7 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +30,7 @@ from pool import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 TICK = 0.01  # seconds between looks at what has ended
+PLANNING = ("train.py", "plan.py")  # scripts that make plans, which takes more imports
 
 
 class Forked:
@@ -143,7 +148,7 @@ def _server() -> _Server:
 # ------------------------------------------------------------------ the server's side
 
 
-def _serve(line: Connection) -> dict[str, object] | None:
+def _serve(line: Connection, can_fork: bool) -> dict[str, object] | None:
     """Fork for each request. Returns it in the process that was forked, None at the end of the tests."""
     running = 0
     while True:
@@ -153,6 +158,8 @@ def _serve(line: Connection) -> dict[str, object] | None:
                 request = json.loads(line.recv_bytes())
             except (EOFError, OSError):
                 return None
+            if can_fork and Path(request["command"][0]).name in PLANNING and not request["fresh"]:
+                _make_a_plan()
             pid = os.fork()
             if pid == 0:
                 line.close()
@@ -185,29 +192,58 @@ def _become(request: dict[str, object], fork: bool) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
-    runpy.run_path(command[0], run_name="__main__")
+    _end(_run(command[0]))
 
 
-def _warm() -> bool:
-    """Import what runs import, by making a plan; whether processes may be forked from this one then."""
-    import io
+def _run(script: str) -> int:
+    """The exit status, as the interpreter finds it."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
 
+
+def _end(status: int) -> None:
+    """What the interpreter does at its end, but for taking all apart: that would copy the memory shared with the server."""
+    threading._shutdown()  # type: ignore[attr-defined]  # threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def _may_fork() -> bool:
+    """Import what all runs import; whether processes may be forked from this one then."""
     import torch
 
     if torch.accelerator.is_available():
         return False
     torch.set_num_threads(1)  # no pool of threads, which forks would lack
+    import partita.runtime.launch  # noqa: F401
+
+    return True
+
+
+@functools.cache
+def _make_a_plan() -> None:
+    """For the imports that it makes."""
     import partita.train.loop  # noqa: F401
     from partita.cli import plan
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         plan(["data=synthetic", "model.layers=2", "model.width=32", "model.heads=2", "parallel.data=2", "tracker=none"])
-    return True
 
 
 if __name__ == "__main__":
     die_with_parent()
-    can_fork = _warm()
-    asked = _serve(Connection(int(sys.argv[1])))
+    can_fork = _may_fork()
+    asked = _serve(Connection(int(sys.argv[1])), can_fork)
     if asked is not None:
         _become(asked, can_fork)

@@ -145,6 +145,8 @@ class TrainConfig:
         0  # steps between checkpoints; 0: only at the end; auto: as mtbf and the cost of a save tell (Young 1974)
     )
     mtbf: float = 0.0  # mean seconds between failures of the whole run, for save_every=auto
+    memory_every: int = 0  # steps between snapshots in the host's memory, from which a run that lost a rank goes on; 0: none
+    memory_path: str = "/dev/shm"  # where they are under torchrun or Slurm; ranks that Partita starts need no folder
     save_at_end: bool = True
     async_save: bool = True  # write in the background
     save_optimizer: bool = True  # false: checkpoints hold no optimizer states; going on from them starts moments at zero

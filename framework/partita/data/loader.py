@@ -36,6 +36,7 @@ class Data:
     ) -> None:
         self.train, self.validation, self.order = train, validation, order
         self.schedule, self.share, self._threads = schedule, mine, threads
+        self.skipped = 0  # updates whose samples are passed over: all from here on come that many earlier
         self._running: list[Prefetch[list[Batch]]] = []
         self._low, self._high = share(schedule.global_batch, mine.rank, mine.size)
         slots = schedule.micro_batch * schedule.micro_batches
@@ -60,7 +61,7 @@ class Data:
 
     def epoch(self, step: int) -> float:
         """Epochs of the training set that are used up after update `step`."""
-        return step * self.schedule.global_batch / len(self.train)
+        return (step + self.skipped) * self.schedule.global_batch / len(self.train)
 
     # -------------------------------------------------------------- training
 
@@ -71,7 +72,7 @@ class Data:
         """
         if step < 1:
             raise PartitaError(f"updates are counted from 1, not {step}")
-        first = (step - 1) * self.schedule.global_batch + self._low
+        first = (step - 1 + self.skipped) * self.schedule.global_batch + self._low
         count = self._high - self._low
         slots = self.schedule.micro_batch * self.schedule.micro_batches
         indices = _padded(self.order.indices(first, count), slots)

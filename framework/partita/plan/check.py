@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from partita.plan.memory import words
 from partita.plan.plan import AXES, Plan, Tier
 from partita.plan.problems import Problem
 from partita.plugin.types import Cost
+from partita.runtime.joining import joined
 from partita.state.capabilities import CAPABILITIES
 
 # Share of a device that a plan may fill by prediction: allocator, collectives and kernels want some too (5 to 10 %).
@@ -27,6 +29,29 @@ def abilities(registry: Any) -> Capabilities:
 def check_capabilities(plan: Plan, able: Capabilities) -> list[Problem]:
     """A problem for everything in the plan that this version can't carry out."""
     return [*_check_layout(plan, able), *_check_placement(plan, able), *_check_tiers(plan, able), *_check_rest(plan, able)]
+
+
+def check_survival(draft: PlanDraft) -> list[Problem]:
+    """What is kept for the case that a rank is lost must be of use then."""
+    train, launch = draft.config.train, draft.config.launch
+    if train.memory_every < 0:
+        return [Problem("train.memory_every", f"{train.memory_every} is no number of steps.", "Give 0 (none) or more.")]
+    if not train.memory_every or draft.cluster.described:
+        return []
+    if not hasattr(os, "memfd_create"):
+        return [Problem("train.memory_every", "this system has no files in memory.", "Set train.memory_every=0.")]
+    if joined() is None and not launch.restarts:
+        what = "snapshots in memory are for restarts, and launch.restarts is 0: nothing would read them."
+        return [Problem("train.memory_every", what, "Set launch.restarts, or train.memory_every=0.")]
+    return []
+
+
+def tell_restarts(draft: PlanDraft) -> None:
+    """A manifest line where another launcher restarts ranks."""
+    who, asked = joined(), draft.config.launch.restarts
+    if who is not None and asked:
+        why = f"the ranks were started by {who}, which alone can start them again (torchrun --max-restarts, Slurm --requeue)"
+        draft.effect("launch.restarts", asked, 0, why)
 
 
 def _missing(key: str, what: str, remedy: str) -> Problem:

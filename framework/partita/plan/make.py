@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from partita.errors import ConfigError
-from partita.plan.check import abilities, check_capabilities, check_memory, check_rules
+from partita.plan.check import abilities, check_capabilities, check_memory, check_rules, check_survival, tell_restarts
 from partita.plan.cluster import Cluster, find_cluster
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import estimate_plan
@@ -90,6 +90,7 @@ def make_plan(config: Any, registry: Any, choice: Choice | None = None, module: 
         tell_choice(draft, config, choice)
     if cluster.described and config.cluster.device is None:
         draft.effect("cluster.device", None, cluster.device, "no device was named")
+    tell_restarts(draft)
     plan, costs, problems = plan_draft(draft, registry)
     traced = trace(draft, plan)
     if traced.reason:
@@ -111,6 +112,7 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
         *registry.check(plan, draft),
         *check_capabilities(plan, abilities(registry)),
         *check_rules(plan, draft),
+        *check_survival(draft),
     ]
     problems += check_kernels(draft.config, registry)
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from partita.errors import RunInterrupted
 from partita.runtime.failure import RankFailure
 from partita.runtime.launch import joined, launch
-from partita.runtime.spec import RunSpec
+from partita.runtime.scratch import nameless_file
+from partita.runtime.spec import MEMORY, RunSpec
 from partita.runtime.worker import Entry
 
 log = logging.getLogger("partita")
@@ -19,11 +23,15 @@ log = logging.getLogger("partita")
 
 @dataclass(frozen=True)
 class Bounds:
-    """restarts: after a lost rank, in the whole run. min_ranks: with fewer the run fails. cooldown: seconds a lost place stays empty."""
+    """restarts: after a lost rank, in the whole run. min_ranks: with fewer the run fails. cooldown: seconds a lost place stays empty.
+
+    memory: give the ranks memory that outlives them.
+    """
 
     restarts: int = 0
     min_ranks: int = 1
     cooldown: float = 300.0
+    memory: bool = False
 
 
 def launch_lasting(entry: Entry, spec: RunSpec, replan: Callable[[int], RunSpec | None], bounds: Bounds) -> dict[str, Any]:
@@ -34,8 +42,28 @@ def launch_lasting(entry: Entry, spec: RunSpec, replan: Callable[[int], RunSpec 
     """
     if joined() is not None or not bounds.restarts:
         return launch(entry, spec, spec.ranks)
+    with ExitStack() as stack:
+        stack.enter_context(_documents(spec.job.dir / MEMORY))
+        files = [stack.enter_context(nameless_file("snapshot")) for _ in range(2 * spec.ranks * bounds.memory)]
+        return _launch_on(entry, spec, replan, bounds, tuple(map(str, files)))
+
+
+@contextmanager
+def _documents(folder: Path) -> Iterator[None]:
+    """What says what the memory holds; of no use before it or after it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch_on(
+    entry: Entry, spec: RunSpec, replan: Callable[[int], RunSpec | None], bounds: Bounds, memory: tuple[str, ...]
+) -> dict[str, Any]:
     full, left, grow_at = spec.ranks, bounds.restarts, None
     while True:
+        spec = replace(spec, memory=memory)
         try:
             return launch(entry, spec, spec.ranks, grow_at)
         except RankFailure as failure:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,9 @@ from partita.runtime.mesh import Mesh
 from partita.state.slices import StateSlice
 from partita.train.index import CheckpointInfo, find_checkpoint, inspect, latest_in, list_checkpoints, read_index, step_name
 from partita.train.loading import LoadReport, Skip, load_slices, read_rank_extra, read_weights, verify
-from partita.train.saving import JOIN, Save, Snapshot, recover
-from partita.train.shards import ALIGN, host_buffer, step_back
-from partita.train.storage import dtype_name, encode
+from partita.train.saving import JOIN, Save, recover
+from partita.train.shards import host_buffer, step_back
+from partita.train.snapshot import Snapshot, take_snapshot
 
 __all__ = [
     "CheckpointInfo",
@@ -76,7 +75,7 @@ class Checkpointer:
         self.report: LoadReport | None = None
         if mesh.rank == 0:
             _prepare(self.dir)
-        self._life = life or _agree(mesh)
+        self._life = life or agree(mesh)
         self._count = 0
         self._stop = Event()
         self._thread: Thread | None = None
@@ -152,25 +151,15 @@ class Checkpointer:
         self, slices: Sequence[StateSlice], extra: Mapping[str, Any], rank_extra: Mapping[str, Any], score: float | None
     ) -> Snapshot:
         """Copy everything into host memory that is used again by the next save."""
-        offsets, size = [], 0
-        for s in slices:
-            if s.hi - s.lo != s.data.numel() or not 0 <= s.lo <= s.hi <= math.prod(s.shape):
-                raise CheckpointError(
-                    f"{s.key}: {s.data.numel()} elements can't be [{s.lo}, {s.hi}) of a tensor of shape {list(s.shape)}"
-                )
-            offsets.append(size)
-            size += -(-s.data.numel() * s.data.element_size() // ALIGN) * ALIGN
+        mesh = self.mesh
+        return take_snapshot(
+            slices, extra, rank_extra, rank=mesh.rank, device=mesh.device, plan=self.plan, buffer=self._buffer, score=score
+        )
+
+    def _buffer(self, size: int) -> torch.Tensor:
         if self._host.numel() < size:
             self._host = host_buffer(size, pinned=self.mesh.device.type != "cpu")
-        for s, offset in zip(slices, offsets, strict=True):
-            end = offset + s.data.numel() * s.data.element_size()
-            self._host[offset:end].view(s.data.dtype).copy_(s.data.detach(), non_blocking=True)
-        if self.mesh.device.type != "cpu":
-            torch.accelerator.synchronize()
-        parts = [[s.key, list(s.shape), dtype_name(s.data.dtype), s.lo, s.hi, o] for s, o in zip(slices, offsets, strict=True)]
-        finite = float(score) if score is not None and math.isfinite(score) else None
-        own = encode(dict(rank_extra), f"rank_extra of rank {self.mesh.rank}")
-        return Snapshot(self._host[:size], parts, own, encode(dict(extra), "extra"), self.plan, finite)
+        return self._host
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -236,7 +225,7 @@ def _prepare(folder: Path) -> None:
         ) from error
 
 
-def _agree(mesh: Mesh) -> str:
+def agree(mesh: Mesh) -> str:
     """A name of this start that all ranks share and no earlier start had; after it, rank 0 has cleared the folder."""
     name = torch.tensor(list(secrets.token_bytes(4)), dtype=torch.uint8, device=mesh.device)
     if mesh.world > 1 and dist.is_initialized():

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partita.errors import CheckpointError, NonFiniteError, RunInterrupted
+from partita.errors import CheckpointError, NonFiniteError, PartitaError, RollBack, RunInterrupted
 from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
 from partita.runtime.transport import LoggedTransport
 from partita.train.interval import SaveClock
 from partita.train.progress import Progress
-from partita.train.resume import save
+from partita.train.resume import go_on_from, remember, save
 from partita.train.run import Run
 
 log = logging.getLogger("partita")
@@ -66,32 +66,75 @@ class Control:
 def train(run: Run) -> dict[str, Any]:
     """Train until `train.steps`; returns the summary. Raises RunInterrupted after a signal, with a checkpoint written."""
     config = run.config.train
-    summary: dict[str, Any] = {"status": "done", "steps": config.steps}
-    metrics: dict[str, Any] = {}
-    saved = run.step
-    clock, saves = StepClock(), SaveClock(config.save_every, config.mtbf, run.mesh)
     with Progress(config.steps, config.log_every, enabled=run.rank == 0) as progress:
-        for step, batches in run.data.iterate(run.step + 1):
-            if step > config.steps:
+        loop = _Loop(run, progress)
+        while True:
+            try:
+                loop.steps()
                 break
-            metrics, signal = one_update(run, step, batches, clock)
-            run.step = step
-            run.metrics.write(metrics)
-            progress.step(metrics)
-            run.notify("partita_step_end", step=step, metrics=metrics)
-            score = None
-            if config.eval_every and run.data.has_evaluation and step % config.eval_every == 0 and step < config.steps:
-                score = evaluate(run, progress)["eval_loss"]
-                clock.lap()
-            if signal:
-                _stop(run, signal, saved != step)
-            if saves.due(step):
-                begun = time.perf_counter()
-                saved = step if _save(run, score) else saved
-                saves.saved(step, time.perf_counter() - begun)
-            _poll(run)
-        summary |= _finish(run, progress, metrics, saved)
-    return summary
+            except RollBack as back:
+                loop.roll_back(back)
+        return {"status": "done", "steps": config.steps, **_finish(run, progress, loop.metrics, loop.saved)}
+
+
+class _Loop:
+    """Updates one after the other, each with what follows it."""
+
+    def __init__(self, run: Run, progress: Progress) -> None:
+        self.run, self.progress = run, progress
+        self.metrics: dict[str, Any] = {}
+        self.saved = run.step  # step of the newest checkpoint
+        self._clock, self._saves = StepClock(), SaveClock(run.config.train.save_every, run.config.train.mtbf, run.mesh)
+
+    def steps(self) -> None:
+        """All updates that are left."""
+        run, config = self.run, self.run.config.train
+        with run.data.iterate(run.step + 1) as updates:
+            for step, batches in updates:
+                if step > config.steps:
+                    return
+                self.metrics, signal = one_update(run, step, batches, self._clock)
+                run.step = step
+                run.metrics.write(self.metrics)
+                self.progress.step(self.metrics)
+                run.notify("partita_step_end", step=step, metrics=self.metrics)
+                self._after(step, signal)
+
+    def _after(self, step: int, signal: int) -> None:
+        """Evaluation and saving, where it is time; the end, where a signal came."""
+        run, config, score = self.run, self.run.config.train, None
+        if config.eval_every and run.data.has_evaluation and step % config.eval_every == 0 and step < config.steps:
+            score = evaluate(run, self.progress)["eval_loss"]
+            self._clock.lap()
+        if signal:
+            _stop(run, signal, self.saved != step)
+        if self._saves.due(step):
+            begun = time.perf_counter()
+            self.saved = step if _save(run, score) else self.saved
+            self._saves.saved(step, time.perf_counter() - begun)
+        if run.memory is not None and step % config.memory_every == 0 and step < config.steps:
+            remember(run)
+        _poll(run)
+
+    def roll_back(self, back: RollBack) -> None:
+        """Go on from the newest checkpoint, with other samples than those of the updates that are undone."""
+        run, undone = self.run, self.run.step
+        _tolerate(run, run.checkpoints.wait)
+        if run.mesh.world > 1:
+            dist.barrier()  # the checkpoint is the newest for all of them
+        path = run.checkpoints.latest()
+        if path is None:
+            raise PartitaError(f"{back}\n    -> there is no checkpoint to go back to yet: set train.save_every to less") from back
+        skipped = run.data.skipped
+        go_on_from(run, path)
+        run.data.skipped = skipped + undone - run.step + back.skip
+        if run.memory is not None:
+            run.memory.forget()
+        self.saved = run.step
+        if run.rank == 0:
+            log.warning("%s", back)
+            log.warning("went back to step %d; %d updates' samples are passed over", run.step, run.data.skipped - skipped)
+        self._clock.lap()
 
 
 def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], clock: StepClock) -> tuple[dict[str, Any], int]:
@@ -108,10 +151,11 @@ def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], cloc
     run.notify("partita_gradients_ready", step=step)
     loss /= max(total, 1)
     lr = run.config.optimizer.lr * run.schedule(engine.updates + 1)
-    applied = engine.update(lr, config.grad_clip, norm)
-    if not applied and not engine.scaler.skips:
+    against = next((why for veto in run.vetoes if (why := veto(step, loss, norm))), "")
+    if not against and not engine.update(lr, config.grad_clip, norm) and not engine.scaler.skips:
         _nonfinite(run, step, loss, norm)
-    return _metrics(run, step, loss, norm, lr, total, clock.lap()), signal
+    metrics = _metrics(run, step, loss, norm, lr, total, clock.lap())
+    return ({**metrics, "left_out": against} if against else metrics), signal
 
 
 def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: int, seconds: float) -> dict[str, Any]:

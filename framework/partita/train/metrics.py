@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,15 @@ class MetricsFile:
         fresh.write_text("".join(_dump(line) for line in kept))
         os.replace(fresh, self._path)
         self._file = self._path.open("a")
+
+    def set_aside(self, step: int) -> None:
+        """The run goes another way from `step` on: where the file has lines beyond it, keep it under another name, metrics-1.jsonl and so on."""
+        if not self._enabled or not any(line["step"] > step for line in self._lines()):
+            return
+        number = 1
+        while (kept := self._path.with_name(f"{self._path.stem}-{number}{self._path.suffix}")).exists():
+            number += 1
+        shutil.copyfile(self._path, kept)
 
     def _lines(self) -> list[dict[str, Any]]:
         if not self._path.exists():

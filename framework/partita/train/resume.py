@@ -14,7 +14,7 @@ from partita.errors import CheckpointError
 from partita.runtime import phase
 from partita.runtime.rng import get_rng_state, set_rng_state
 from partita.state.slices import StateSlice
-from partita.train.index import Index, readable, some
+from partita.train.index import Index, find_checkpoint, read_index, readable, some
 from partita.train.loading import LoadReport
 
 if TYPE_CHECKING:
@@ -22,24 +22,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("partita")
 WEIGHT, MOMENT = "model.", "optimizer."
+AUTO = "auto"
 
 
 def save(run: Run, score: float | None = None) -> None:
     """Start a checkpoint of the state after `run.step`. Collective: every rank calls it."""
     phase.set(step=run.step, phase="save")
+    run.checkpoints.save(run.step, *_contents(run), score)
+    run.notify("partita_save", step=run.step, path=run.checkpoints.path(run.step))
+    phase.set(step=run.step, phase="train")
+
+
+def remember(run: Run) -> None:
+    """Start a snapshot in memory of the state after `run.step`. Collective: every rank calls it."""
+    assert run.memory is not None
+    phase.set(step=run.step, phase="snapshot")
+    run.memory.save(run.step, *_contents(run))
+    phase.set(step=run.step, phase="train")
+
+
+def _contents(run: Run) -> tuple[Sequence[StateSlice], dict[str, Any], dict[str, Any]]:
+    """This rank's states, values for all ranks, and its own."""
     slices, left_out = _kept(run, run.engine.save_slices())
     extra = {
         "step": run.step,
         "engine": run.engine.extra_state(),
         "data": run.data.state(),
+        "skipped_updates": run.data.skipped,
         "aliases": {alias: b.name for b in run.engine.bindings for alias in b.aliases},
         "best": run.best,
         "config": run.spec.config,
         "left_out": left_out,
     }
-    run.checkpoints.save(run.step, slices, extra, {"rng": get_rng_state()}, score)
-    run.notify("partita_save", step=run.step, path=run.checkpoints.path(run.step))
-    phase.set(step=run.step, phase="train")
+    return slices, extra, {"rng": get_rng_state()}
 
 
 def _kept(run: Run, slices: Sequence[StateSlice]) -> tuple[Sequence[StateSlice], dict[str, Any]]:
@@ -61,13 +76,30 @@ def _frozen(run: Run) -> set[str]:
 
 
 def resume(run: Run) -> None:
-    """Go on from the checkpoint that `train.resume` names, if there is one."""
+    """Go on from the checkpoint that `train.resume` names, or from a newer snapshot in memory, if there is one."""
     phase.set(step=0, phase="load")
     wanted = run.config.train.resume
-    path = None if wanted == "never" else run.checkpoints.latest() if wanted == "auto" else Path(wanted)
+    path = None if wanted == "never" else run.checkpoints.latest() if wanted == AUTO else Path(wanted)
+    if run.memory is not None:
+        if wanted == AUTO:
+            path = _newer(run, path)
+        else:
+            run.memory.forget()
+    if wanted != AUTO:
+        run.metrics.set_aside(0 if path is None else step_of(path))
     if path is None:
         run.metrics.cut(0)
         return
+    go_on_from(run, path)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint. Raises CheckpointError where there is none."""
+    return read_index(find_checkpoint(path)).step
+
+
+def go_on_from(run: Run, path: Path) -> None:
+    """Put the run where it was when the checkpoint was saved. Collective."""
     started = time.perf_counter()
     extra, rank_extra = load(run, path)
     run.engine.after_load()
@@ -76,6 +108,7 @@ def resume(run: Run) -> None:
             run.engine.load_extra_state(extra["engine"])
         if extra.get("data") is not None:
             run.data.check(extra["data"])
+        run.data.skipped = int(extra.get("skipped_updates") or 0)
         run.step, run.best = int(extra["step"]), extra.get("best")
         if rank_extra:
             set_rng_state(rank_extra["rng"])
@@ -83,6 +116,17 @@ def resume(run: Run) -> None:
     if run.rank == 0:
         log.info("resumed from %s after step %d (%.1f s)", path, run.step, time.perf_counter() - started)
     run.notify("partita_load", step=run.step, path=path)
+
+
+def _newer(run: Run, path: Path | None) -> Path | None:
+    """A snapshot in memory that is at least as new as the checkpoint `path`, else that. Collective."""
+    assert run.memory is not None
+
+    def needed(index: Index) -> set[int]:
+        wanted = [s for s in run.engine.load_slices() if s.key in index.tensors]
+        return {part.rank for s in wanted for part in index.tensors[s.key].overlaps(s.lo, s.hi)}
+
+    return run.memory.restore(needed, at_least=step_of(path) if path else 0) or path
 
 
 def load(run: Run, path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:

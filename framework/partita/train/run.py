@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +25,14 @@ from partita.runtime.memory import keep_freed_memory
 from partita.runtime.mesh import Mesh
 from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
-from partita.runtime.spec import RunSpec
+from partita.runtime.spec import MEMORY, RunSpec
 from partita.runtime.transport import LoggedTransport, Transport
 from partita.state.engine import StateEngine
 from partita.state.optimizers import rule_names
 from partita.state.tiers import Tier, TierRequest
 from partita.train.checkpoint import Checkpointer
 from partita.train.kernels import use_kernels
+from partita.train.memory import MemorySnapshots
 from partita.train.metrics import MetricsFile
 from partita.train.step import Executor, StepContext
 from partita.train.view import View
@@ -59,9 +63,13 @@ class Run:
     executor: Executor = field(init=False)
     schedule: Any = field(init=False)
     checkpoints: Checkpointer = field(init=False)
+    memory: MemorySnapshots | None = None
     metrics: MetricsFile = field(init=False)
     best: float | None = None
     gauges: dict[str, Any] = field(default_factory=dict)  # figures that plug-ins add to the metrics of the update under way
+    # asked before each update, on all ranks, with step, loss and gradient norm, which are equal on all of them: why it is to be left
+    # out, or an empty text
+    vetoes: list[Callable[[int, float, float], str]] = field(default_factory=list)
     view: View = field(default_factory=View)
 
     @property
@@ -76,7 +84,7 @@ class Run:
 
     def close(self) -> None:
         """Release what the run holds, as far as it was built; called also after errors, so nothing here may need another rank."""
-        for name in ("data", "checkpoints", "metrics", "engine"):
+        for name in ("data", "checkpoints", "memory", "metrics", "engine"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -102,6 +110,8 @@ def worker(spec: RunSpec) -> dict[str, Any]:
         raise
     finally:
         run.close()
+    if run.memory is not None:
+        run.memory.remove()
     run.notify("partita_run_end", summary=summary)
     return summary
 
@@ -154,10 +164,19 @@ def _build(run: Run) -> None:
     run.checkpoints = Checkpointer(
         run.dir / "checkpoints", run.mesh, keep=t.keep, keep_best=t.keep_best, asynchronous=t.async_save
     )
+    run.memory = _memory(run) if t.memory_every else None
     run.metrics = MetricsFile(run.dir / "metrics.jsonl", enabled=run.rank == 0)
     from partita.train.resume import resume  # it reads `Run`
 
     resume(run)
+
+
+def _memory(run: Run) -> MemorySnapshots:
+    """In memory that the process which started the ranks holds, else in a folder of this node's."""
+    if run.spec.memory:
+        return MemorySnapshots(run.dir / MEMORY, run.mesh, run.spec.memory)
+    name = hashlib.sha256(str(run.dir.absolute()).encode()).hexdigest()[:12]
+    return MemorySnapshots(Path(run.config.train.memory_path) / f"partita_memory_{os.getuid()}_{name}", run.mesh)
 
 
 def _step_context(run: Run, loss: Any) -> StepContext:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch
 
@@ -42,6 +41,7 @@ from partita.train.index import (
     step_name,
 )
 from partita.train.shards import write_shard
+from partita.train.snapshot import Snapshot
 from partita.train.storage import free_bytes, read_sealed, replace_text, sync_folder, write_sealed, write_text
 
 log = logging.getLogger("partita")
@@ -49,21 +49,6 @@ MARGIN = 64 * 1024  # bytes of documents beside a shard, kept free
 BEAT = 1.0  # seconds between signs of life of rank 0's wait
 JOIN = 45.0  # seconds in which every rank must have called `save`
 GONE = 10.0  # seconds after which a folder that vanished without an outcome counts as a failure
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that one rank saves, taken at a step boundary; training may change everything else meanwhile.
-
-    data: bytes of the shard. parts: (key, shape, dtype, lo, hi, offset). extra, plan: used on rank 0. All but data: JSON values.
-    """
-
-    data: torch.Tensor
-    parts: list[list[Any]]
-    rank_extra: Any
-    extra: Any
-    plan: dict[str, Any]
-    score: float | None
 
 
 class Abandoned(Exception):

@@ -70,6 +70,16 @@ def write_shard(path: Path, data: torch.Tensor, between: Callable[[], None]) -> 
     return "".join(work.sums)
 
 
+def checksums(data: torch.Tensor) -> str:
+    """What `write_shard` returns, of bytes that are written already."""
+    view = memoryview(data.numpy())  # type: ignore[arg-type]
+    return "".join(_sums_of(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK))
+
+
+def _sums_of(chunk: memoryview) -> str:
+    return "".join(f"{zlib.crc32(chunk[i : i + BLOCK]):08x}" for i in range(0, len(chunk), BLOCK))
+
+
 class _Work:
     """The chunks of one shard, taken by whichever thread is free."""
 
@@ -102,7 +112,7 @@ class _Work:
         chunk = self._file.view[start : start + CHUNK]
         if before_write is not None:
             before_write(len(chunk))
-        self.sums[number] = "".join(f"{zlib.crc32(chunk[i : i + BLOCK]):08x}" for i in range(0, len(chunk), BLOCK))
+        self.sums[number] = _sums_of(chunk)
         self._file.write(chunk, start)
 
 
