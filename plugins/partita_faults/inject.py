@@ -62,6 +62,22 @@ def nonfinite(run: Any, config: Any) -> None:
     _module(run, config).register_forward_hook(spoil)
 
 
+def spike(run: Any, config: Any) -> None:
+    """The samples of one update are bad: their logits are far off. It follows the samples, should they be passed over."""
+    modules = dict(run.model.named_modules())
+    last = [n for n, m in modules.items() if n and any(True for _ in m.parameters(recurse=False))][-1]
+
+    def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
+        return output * 100 if run.step + 1 + run.data.skipped == config.step else None
+
+    modules[config.target or last].register_forward_hook(spoil)
+
+
+def memory(run: Any, config: Any) -> None:
+    """The device has no memory for what is asked of it."""
+    torch.empty(1 << 60, dtype=torch.uint8, device=run.mesh.device)
+
+
 @torch.no_grad()
 def flip(run: Any, config: Any) -> None:
     """One bit of a weight, in this rank's copy."""
@@ -108,8 +124,8 @@ def clock(run: Any, config: Any) -> None:
 
 FAULTS: dict[str, Callable[[Any, Any], None]] = {
     "kill": kill, "stop": stop, "slow": slow, "nonfinite": nonfinite, "flip": flip, "full_disk": full_disk, "slow_disk": slow_disk,
-    "unreadable": unreadable, "lost_node": kill, "clock": clock, "corrupt": corrupt,
+    "unreadable": unreadable, "lost_node": kill, "clock": clock, "corrupt": corrupt, "spike": spike, "memory": memory,
 }  # fmt: skip
 LASTING = ("slow",)  # called at each step from the first one on
-EARLY = ("nonfinite", "corrupt")  # called before the first step
+EARLY = ("nonfinite", "corrupt", "spike")  # called before the first step
 EVERYWHERE = ("unreadable",)  # every rank takes part (waiting for the save); the first one acts

@@ -27,6 +27,8 @@ KINDS = (
     "lost_node",
     "clock",
     "corrupt",
+    "spike",
+    "memory",
 )
 _undo: dict[int, Any] = {}  # by id of the run
 

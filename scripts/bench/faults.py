@@ -74,6 +74,8 @@ CASES: dict[str, Case] = {
         ("faults.rank=1", "faults.step=8", "train.save_every=6", "diagnosis.verify_every=0.5", "train.keep=400", LONG),
         found("checkpoint", cause="step-00000006/rank-00001.bin is damaged"), "file, bytes",
     ),
+    "spike": Case(("faults.step=25", "diagnosis.on_spike=skip"), found("spike", 25, 25), "step"),
+    "memory": Case(("faults.rank=1",), found("memory", 1, 5, cause="rank 1 ran out of memory"), "rank, step"),
     "clock": Case(("faults.rank=1", "faults.seconds=3600", LONG), found("clock", 1), "rank, seconds"),
 }  # fmt: skip
 

@@ -78,18 +78,55 @@ def test_spikes_by_median_and_deviation() -> None:
     assert spikes.score(3.0) < 2  # the spike has not moved the median
 
 
-def test_a_spike_is_reported_once_and_can_stop(tmp_path: Path) -> None:
-    from partita.errors import PartitaError
-    from partita_diagnosis.numbers import Spikes
+def test_a_spike_is_reported_and_can_stop(tmp_path: Path) -> None:
+    from partita.errors import PartitaError, RollBack
+    from partita_diagnosis.config import DiagnosisConfig
+    from partita_diagnosis.numbers import SpikeGuard
     from partita_diagnosis.report import Report
 
-    spikes, report = Spikes(12.0), Report(tmp_path, 0)
-    for i in range(20):
-        spikes.look(i, 3.0 + 0.01 * (i % 5), report, "stop")
+    def guard(policy: str) -> SpikeGuard:
+        made = SpikeGuard(DiagnosisConfig(on_spike=policy, roll_backs=1, roll_back_skip=7), Report(tmp_path, 0))
+        for i in range(20):
+            assert made.veto(i, 3.0 + 0.01 * (i % 5), 1.0) == ""
+            made.look(i, 3.0 + 0.01 * (i % 5))
+        return made
+
     with pytest.raises(PartitaError, match="step 20: the loss is 9"):
-        spikes.look(20, 9.0, report, "stop")
-    spikes.look(21, 9.0, report, "warn")
-    assert (tmp_path / "diagnosis.jsonl").read_text().count('"spike"') == 2
+        guard("stop").look(20, 9.0)
+    guard("warn").look(21, 9.0)
+    backs = guard("roll_back")
+    with pytest.raises(RollBack) as back:
+        backs.look(22, 9.0)
+    assert back.value.skip == 7
+    with pytest.raises(PartitaError, match="after 1 roll-backs"):
+        backs.look(22, 9.0)
+    assert "robust deviations" in guard("skip").veto(23, 9.0, 1.0)
+    assert (tmp_path / "diagnosis.jsonl").read_text().count('"spike"') == 5
+
+
+def test_skip_and_roll_back_pass_over_the_same_samples(tmp_path: Path) -> None:
+    """After a spike at step 25, the update left out and the way back to step 24 lead to the same training, one step apart."""
+    common = (
+        "parallel.data=2",
+        "+diagnosis=on",
+        "+faults=spike",
+        "faults.step=25",
+        "faults.rank=0",
+        "lr_schedule=constant",
+        "train.steps=30",
+    )
+    commands.train(tmp_path / "skip", *common, "diagnosis.on_spike=skip")
+    lines = commands.metrics(tmp_path / "skip")
+    assert [m["step"] for m in lines if "left_out" in m] == [25]
+    back = ("diagnosis.on_spike=roll_back", "train.save_every=8", "diagnosis.roll_back_skip=0", "faults.once=false")
+    done = commands.train(tmp_path / "back", *common, *back)
+    assert "went back to step 24; 1 updates' samples are passed over" in done.stdout + done.stderr
+    skipped, returned = commands.column(tmp_path / "skip", "loss"), commands.column(tmp_path / "back", "loss")
+    assert returned[:24] == skipped[:24]
+    assert returned[24:29] == skipped[25:]
+    assert [m["step"] for m in commands.metrics(tmp_path / "back")] == list(range(1, 31))
+    refused = commands.train(tmp_path / "no", "+diagnosis=on", "diagnosis.on_spike=roll_back", check=False)
+    assert refused.returncode == 2 and "train.save_every" in refused.stderr
 
 
 def test_out_of_memory_shows_plan_and_measurement_and_three_changes(tmp_path: Path) -> None:

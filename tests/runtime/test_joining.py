@@ -129,9 +129,11 @@ def test_what_can_not_be_joined_is_refused(monkeypatch: pytest.MonkeyPatch, worl
 
 
 def test_a_plan_for_other_ranks_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    program = torchrun(tmp_path / "run", 2, "loop", "steps=3", "ranks=4")
+    """What torchrun sets, without torchrun."""
+    env = environment(TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    program = Program([str(TOYS), "loop", str(tmp_path / "run"), "steps=3", "ranks=4"], tmp_path / "run", env)
     try:
-        assert program.status(60) != 0
+        assert program.status(60) == 2
         assert "torchrun started 2 processes, and the plan is for 4 ranks" in program.err
     finally:
         program.end()
