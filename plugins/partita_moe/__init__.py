@@ -8,6 +8,7 @@ from partita_moe.strategy import (
     partita_estimate,
     partita_export,
     partita_gradients_ready,
+    partita_run_end,
     partita_transforms,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "partita_estimate",
     "partita_export",
     "partita_gradients_ready",
+    "partita_run_end",
     "partita_transforms",
 ]

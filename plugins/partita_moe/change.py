@@ -1,4 +1,4 @@
-"""Turns feed-forward layers of the reference models into experts, and shares experts out over ranks."""
+"""Turns feed-forward layers of the reference models into experts, or takes over those of other models, and shares experts out over ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from partita.plan.parts import expert_part
 from partita.plan.plan import EXPERT_AXES
 from partita.state.parts import declare, declared
 from partita_moe.experts import Experts, GeluExperts, SwiGluExperts
-from partita_moe.layer import MoeLayer
-from partita_moe.routings import routing_of
+from partita_moe.layer import ExpertLayer, MoeLayer
+from partita_moe.routings import TAKEN, routing_of
 
 
 def add_experts(model: nn.Module, config: Any) -> nn.Module:
     """Every `moe.every`-th block's `mlp` becomes a MoeLayer. Raises ConfigError for a model whose layers are not known."""
+    if config.moe.name == TAKEN:
+        from partita_moe.takeover import take_over
+
+        return take_over(model, config.moe)
     moe, routing = config.moe, routing_of(config.moe)
     found = 0
     layers: list[tuple[int, MoeLayer]] = []
@@ -36,8 +40,12 @@ def add_experts(model: nn.Module, config: Any) -> nn.Module:
     if not found:
         raise ConfigError(
             f"moe.name: {type(model).__name__} has no feed-forward layers that are known to become experts\n"
-            "    -> use model=gpt, llama or bert, or moe=none"
+            f"    -> use model=gpt, llama or bert, or moe=none; moe={TAKEN} runs the experts that a Hugging Face model has"
         )
+    if moe.upcycle is not None:
+        from partita_moe.upcycle import Upcycled
+
+        model.partita_weights = Upcycled(model, moe.upcycle, config.seed)  # type: ignore[assignment]
     dense_weights: Any = getattr(model, "matrix_weights", None)
     if dense_weights is not None:
         _count_active(model, dense_weights(), layers)
@@ -75,7 +83,7 @@ def share_experts(model: nn.Module, run: Any) -> nn.Module:
     """Tell the layers what they need of the run, and leave this rank its experts of each."""
     group = run.mesh.group(EXPERT_AXES) if run.plan.layout.expert > 1 else None
     for layer in model.modules():
-        if not isinstance(layer, MoeLayer):
+        if not isinstance(layer, ExpertLayer):
             continue
         layer.term_weight = lambda: run.engine.share * run.engine.scaler.value
         layer.counting = lambda: not run.engine.recomputing
@@ -93,6 +101,6 @@ def share_experts(model: nn.Module, run: Any) -> nn.Module:
     return model
 
 
-def moe_layers(model: nn.Module) -> list[tuple[str, MoeLayer]]:
+def moe_layers(model: nn.Module) -> list[tuple[str, ExpertLayer]]:
     """All expert layers of a model by name."""
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, MoeLayer)]
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, ExpertLayer)]

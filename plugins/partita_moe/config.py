@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class MoeConfig:
     """A routing by name, and its numbers. Defaults that are null are those of the routing."""
 
-    # none (dense feed-forward layers), switch, gshard, mixtral, deepseek, residual; see docs/strategies/moe.md
+    # none (dense feed-forward layers, or experts as they are), switch, gshard, mixtral, deepseek, residual; hf: runs the experts that a
+    # Hugging Face model has; see docs/strategies/moe.md
     name: str = "none"
     # experts of a layer, over all ranks
     experts: int = 8
@@ -26,8 +27,8 @@ class MoeConfig:
     group_top_k: int = 1
     # factor on the gates of deepseek (2.5 in DeepSeek-V3 with 256 experts); null: 1
     scale: float | None = None
-    # how loads are kept even: sequence, batch (auxiliary loss over one sequence, or one micro-batch), bias (no loss: Wang et al. 2024),
-    # none; null: bias for deepseek, else sequence
+    # how loads are kept even: sequence, batch, global (auxiliary loss; shares counted over one sequence, one micro-batch, or the whole
+    # update before), bias (no loss: Wang et al. 2024), none; null: bias for deepseek, else sequence
     balance: str | None = None
     # weight of the auxiliary loss (Fedus et al. 2022, section 2.2: 1e-2)
     aux_weight: float = 1e-2
@@ -37,3 +38,5 @@ class MoeConfig:
     bias_rate: float = 1e-3
     # most tokens of an expert, as a multiple of the even load (Fedus et al. 2022: 1.0 to 1.25); null: dropless
     capacity: float | None = None
+    # a run's folder or a checkpoint of the dense model as whose feed-forward layers all experts begin (Komatsuzaki et al. 2022)
+    upcycle: str | None = None

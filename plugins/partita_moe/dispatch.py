@@ -12,29 +12,60 @@ from partita.runtime.mesh import Group
 Tensor = torch.Tensor
 
 
-class Exchange(torch.autograd.Function):
-    """Rows [n, C], `sent` of them for each rank in order, for the rows that the others have for this one, `received` from each."""
+class Exchange:
+    """Rows [n, C], `sent` of them for each rank in order, under way for the rows that the others have for this one, `received` from each.
 
+    The exchange begins at once; what is computed before `arrived` is asked for runs beside it. So does, in backward, what was computed in
+    between: gradients set out when those of the arrived rows are known, and are waited for when those of the sent ones are needed.
+    """
+
+    def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group) -> None:
+        self._sent, self._received, self._group = sent, received, group
+        self._work: Any = None
+        self.rows: list[Tensor] = []  # gradients on their way back
+        self._out: Tensor = _Depart.apply(x, self)
+
+    def arrived(self) -> Tensor:
+        """The rows of the others [m, C], in the order of ranks."""
+        return _Arrive.apply(self._out, self)
+
+    def start(self, x: Tensor, back: bool = False) -> Tensor:
+        """Memory that the rows will be in once `wait` has returned."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        out = x.new_empty(sum(received), *x.shape[1:])
+        self._source = x.contiguous()  # alive until it is sent
+        self._work = dist.all_to_all_single(out, self._source, received, sent, group=self._group.process_group, async_op=True)
+        return out
+
+    def wait(self) -> None:
+        """Until the rows of `start` are there."""
+        self._work.wait()
+        del self._work, self._source
+
+
+class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.splits, ctx.group = (sent, received), group
-        return _exchange(x, sent, received, group)
+    def forward(ctx: Any, x: Tensor, way: Exchange) -> Tensor:
+        ctx.way = way
+        return way.start(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        sent, received = ctx.splits
-        return _exchange(grads[0], received, sent, ctx.group), None, None, None
+        ctx.way.wait()
+        return ctx.way.rows.pop(), None
 
 
-def _exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group.process_group)
-    return out
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, way: Exchange) -> Tensor:
+        ctx.way = way
+        way.wait()
+        return out.view_as(out)
 
-
-def exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """See `Exchange`."""
-    return Exchange.apply(x, sent, received, group)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.way.rows.append(ctx.way.start(grads[0], back=True))
+        return grads[0], None  # of the right shape for autograd, and nobody looks at it
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from partita.models.layers import swiglu
+
 Tensor = torch.Tensor
 
 
@@ -102,4 +104,4 @@ class SwiGluExperts(Experts):
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         """x [n, C] sorted by expert -> [n, C]."""
         gate, up = grouped(x, self.gate_up, sizes).chunk(2, dim=-1)
-        return grouped(F.silu(gate) * up, self.down, sizes)
+        return grouped(swiglu(gate, up), self.down, sizes)

@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from partita.runtime.mesh import Group
-from partita_moe.dispatch import by_expert, exchange, exchange_counts
+from partita_moe.dispatch import Exchange, by_expert, exchange_counts
 from partita_moe.experts import Experts
-from partita_moe.routing import Choice, Routing, balance_loss, choose, loads, within_capacity, z_loss
+from partita_moe.routing import Choice, Routing, balance_loss, choose, loads, wide, within_capacity, z_loss
 
 Tensor = torch.Tensor
+GLOBAL = "global"
+LOSSES = ("sequence", "batch", GLOBAL)  # balances that are a term of the objective
+FIGURES = ("dropped choices", "auxiliary loss x tokens", "entropy of the choice x tokens", "tokens")
 
 
 class Attach(torch.autograd.Function):
@@ -33,49 +36,62 @@ class Attach(torch.autograd.Function):
         return grads[0], torch.full_like(ctx.like, ctx.weight()), None
 
 
-class MoeLayer(nn.Module):
-    """Sends each token to k of the experts and adds what they answer, by their gates.
+class ExpertLayer(nn.Module):
+    """Sends each token to k of the experts and adds what they answer, by their gates. Subclasses hold the router's weights.
 
-    dense: a layer that sees every token (shared experts, or the dense half of the residual form). group: the ranks that share out
-    the experts; without one, all are here. term_weight: of one token in the objective, known in backward. Tokens that an expert has
-    no room for get nothing from it.
+    group: the ranks that share out the experts; without one, all are here. term_weight: of one token in the objective, known in
+    backward. Tokens that an expert has no room for get nothing from it.
     """
 
-    router: Tensor
-    bias: Tensor
+    experts: Experts
 
-    def __init__(self, width: int, experts: Experts, routing: Routing, dense: nn.Module | None = None) -> None:
+    def __init__(self, routing: Routing) -> None:
         super().__init__()
-        self.routing, self.experts, self.dense = routing, experts, dense
-        self.router = nn.Parameter(torch.empty(routing.experts, width))
-        self.mix = nn.Parameter(torch.empty(2, width)) if routing.residual else None
-        self.register_buffer("bias", torch.zeros(routing.experts))
+        self.routing = routing
+        self.load: Tensor | None
+        # share of each expert in the update before
+        self.register_buffer("load", torch.full((routing.experts,), 1.0 / routing.experts) if routing.balance == GLOBAL else None)
         self.group: Group | None = None
         self.term_weight: Callable[[], float] = lambda: 1.0
         self.counting: Callable[[], bool] = lambda: True
-        self.counts: Tensor | None = None  # tokens of each expert since the last update, before any is dropped
-        self.dropped = 0
-        self.terms: Tensor | None = None  # (auxiliary loss, entropy of the choice) of the last micro-batch
+        # since the last update, float64 [E + 4]: choices of each expert before any is dropped, then `FIGURES`
+        self.figures: Tensor | None = None
 
     def init_buffers(self, device: torch.device) -> None:
         """Allocate what is no parameter."""
-        self.bias = torch.zeros(self.routing.experts, device=device)
+        if self.load is not None:
+            self.load = torch.full((self.routing.experts,), 1.0 / self.routing.experts, device=device)
+
+    def router_weight(self) -> Tensor:
+        """The router's matrix [E, C]."""
+        raise NotImplementedError
+
+    def choice_bias(self) -> Tensor | None:
+        """What is added to scores for the choice only, [E]; None: nothing."""
+        raise NotImplementedError
+
+    def companion(self, flat: Tensor) -> Tensor | None:
+        """What every token gets whatever it is routed to, for tokens [n, C]; None: nothing."""
+        raise NotImplementedError
+
+    def joined(self, flat: Tensor, routed: Tensor, beside: Tensor | None) -> Tensor:
+        """The answers of the experts together with those of the companion."""
+        return routed if beside is None else beside + routed
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, C] -> [B, T, C]."""
         flat = x.reshape(-1, x.shape[-1])
-        logits = F.linear(flat.float(), self.router.float())
-        biased = self.routing.balance == "bias"
-        choice = choose(logits, self.routing, self.bias if biased else None)
+        logits = F.linear(wide(flat), wide(self.router_weight()))
+        choice = choose(logits, self.routing, self.choice_bias())
         flat = self._attach(flat, logits, choice, sequences=x.shape[0])
-        y = self._routed(flat, choice)
-        return self._beside(flat, y).view_as(x)
+        routed, beside = self._routed(flat, choice)
+        return self.joined(flat, routed, beside).view_as(x)
 
     def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, sequences: int) -> Tensor:
         routing = self.routing
         if flat.is_meta:
             return flat
-        auxiliary = balance_loss(choice, routing, sequences) if routing.balance in ("sequence", "batch") else None
+        auxiliary = balance_loss(choice, routing, sequences, self.load) if routing.balance in LOSSES else None
         self._count(choice, auxiliary)
         if not (self.training and torch.is_grad_enabled()):
             return flat
@@ -90,52 +106,89 @@ class MoeLayer(nn.Module):
     def _count(self, choice: Choice, auxiliary: Tensor | None) -> None:
         if not self.training or not self.counting():
             return
-        counts = loads(choice.experts, self.routing.experts)
-        self.counts = counts if self.counts is None else self.counts + counts
         p = choice.probabilities
-        entropy = -(p * p.clamp(min=1e-20).log()).sum(-1).mean()
-        self.terms = torch.stack([auxiliary if auxiliary is not None else entropy.new_zeros(()), entropy])
+        entropy = -(p * p.clamp(min=1e-20).log()).sum()
+        weighed = entropy.new_zeros(()) if auxiliary is None else auxiliary * len(p)
+        sums = torch.stack([entropy.new_zeros(()), weighed, entropy, entropy.new_full((), len(p))])
+        figures = torch.cat([loads(choice.experts, self.routing.experts).double(), sums.double()])
+        self.figures = figures if self.figures is None else self.figures + figures
 
-    def _routed(self, flat: Tensor, choice: Choice) -> Tensor:
+    def _within_capacity(self, choice: Choice) -> Tensor:
+        kept = within_capacity(choice, self.routing).reshape(-1)
+        if self.figures is not None and self.training and self.counting():
+            self.figures[self.routing.experts] += (~kept).sum()
+        return kept
+
+    def _routed(self, flat: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:
+        """What the experts answer, summed by gates, and what the companion does, which is computed while rows are on their way."""
         k = self.routing.top_k
         ids, gates = choice.experts.reshape(-1), choice.gates.reshape(-1)
         if flat.is_meta:
             rows = flat.repeat_interleave(k, 0)
             y = self.experts(rows, []) * gates.unsqueeze(1).to(flat.dtype)
-            return y.view(-1, k, flat.shape[1]).sum(1)
+            return y.view(-1, k, flat.shape[1]).sum(1), self.companion(flat)
         if self.routing.capacity is not None:
-            kept = within_capacity(choice, self.routing).reshape(-1)
-            if self.training and self.counting():
-                self.dropped += int((~kept).sum())
-            where = kept.nonzero().squeeze(1)
+            where = self._within_capacity(choice).nonzero().squeeze(1)
             order = where[ids[where].argsort(stable=True)]
         else:
             order = ids.argsort(stable=True)
         token = order // k
-        rows = flat.index_select(0, token)
-        answers = self._answer(rows, loads(ids[order], self.routing.experts))
-        weighted = answers.float() * gates[order].unsqueeze(1)
-        return torch.zeros_like(flat, dtype=torch.float32).index_add(0, token, weighted).to(flat.dtype)
+        answers, beside = self._answer(flat, flat.index_select(0, token), loads(ids[order], self.routing.experts))
+        weighted = wide(answers) * gates[order].unsqueeze(1)
+        out = torch.zeros_like(flat, dtype=weighted.dtype).index_add(0, token, weighted)
+        return out.to(flat.dtype), beside
 
-    def _answer(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What the experts make of rows that lie by expert."""
+    def _answer(self, flat: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the experts make of rows that lie by expert, and the companion of all tokens."""
         if self.group is None or self.group.size == 1:
-            return self.experts(rows, counts.tolist())
+            return self.experts(rows, counts.tolist()), self.companion(flat)
         received = exchange_counts(counts, self.group)
         sent, taken = counts.view(self.group.size, -1).sum(1).tolist(), received.sum(1).tolist()
-        there = exchange(rows, sent, taken, self.group)
+        way = Exchange(rows, sent, taken, self.group)
+        beside = self.companion(flat)
+        there = way.arrived()
         order = by_expert(received)
         answers = self.experts(there.index_select(0, order), received.sum(0).tolist())
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return exchange(answers.index_select(0, back), taken, sent, self.group)
+        return Exchange(answers.index_select(0, back), taken, sent, self.group).arrived(), beside
 
-    def _beside(self, flat: Tensor, routed: Tensor) -> Tensor:
-        if self.dense is None:
-            return routed
-        dense = self.dense(flat)
-        if self.mix is None:
-            return dense + routed
-        share = (
-            F.linear(flat.float(), self.mix.float()).softmax(-1).to(flat.dtype)
-        )  # PR-MoE (Rajbhandari et al. 2022, section 4.1)
-        return share[:, :1] * dense + share[:, 1:] * routed
+
+class MoeLayer(ExpertLayer):
+    """The expert layer that `add_experts` makes.
+
+    dense: a layer that sees every token (shared experts, or the dense half of the residual form).
+    """
+
+    router: Tensor
+    bias: Tensor
+
+    def __init__(self, width: int, experts: Experts, routing: Routing, dense: nn.Module | None = None) -> None:
+        super().__init__(routing)
+        self.experts, self.dense = experts, dense
+        self.router = nn.Parameter(torch.empty(routing.experts, width))
+        self.mix = nn.Parameter(torch.empty(2, width)) if routing.residual else None
+        self.register_buffer("bias", torch.zeros(routing.experts))
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Allocate what is no parameter."""
+        super().init_buffers(device)
+        self.bias = torch.zeros(self.routing.experts, device=device)
+
+    def router_weight(self) -> Tensor:
+        """See `ExpertLayer`."""
+        return self.router
+
+    def choice_bias(self) -> Tensor | None:
+        """See `ExpertLayer`."""
+        return self.bias if self.routing.balance == "bias" else None
+
+    def companion(self, flat: Tensor) -> Tensor | None:
+        """See `ExpertLayer`."""
+        return None if self.dense is None else self.dense(flat)
+
+    def joined(self, flat: Tensor, routed: Tensor, beside: Tensor | None) -> Tensor:
+        """Summed; in the residual form by learned shares (PR-MoE: Rajbhandari et al. 2022, section 4.1)."""
+        if self.mix is None or beside is None:
+            return super().joined(flat, routed, beside)
+        share = F.linear(wide(flat), wide(self.mix)).softmax(-1).to(flat.dtype)
+        return share[:, :1] * beside + share[:, 1:] * routed

@@ -1,4 +1,4 @@
-"""Who is sent where: scores, choice, gates and the losses that keep loads even. In float32, whatever the model computes in.
+"""Who is sent where: scores, choice, gates and the losses that keep loads even. In float32 or wider, whatever the model computes in.
 
 T tokens, E experts, k choices of each token.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 Tensor = torch.Tensor
-SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID = "softmax_all", "softmax_chosen", "sigmoid"
+SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID, SIGMOID_ALL = "softmax_all", "softmax_chosen", "sigmoid", "sigmoid_all"
 
 
 @dataclass(frozen=True)
 class Routing:
     """How tokens are routed. gate: softmax_all (probability among all experts: Switch), softmax_chosen (among the chosen: GShard,
-    Mixtral), sigmoid (of its own logit, over the sum of the chosen: DeepSeek-V3). See `MoeConfig` for the rest."""
+    Mixtral), sigmoid (of its own logit, over the sum of the chosen: DeepSeek-V3), sigmoid_all (as it is). See `MoeConfig` for the rest."""
 
     experts: int
     top_k: int
@@ -35,16 +35,21 @@ class Routing:
 
 @dataclass(frozen=True)
 class Choice:
-    """experts int64 [T, k], best first; gates float32 [T, k]; probabilities float32 [T, E], each row summing to one."""
+    """experts int64 [T, k], best first; gates [T, k]; probabilities [T, E], each row summing to one; floats are as wide as the logits."""
 
     experts: Tensor
     gates: Tensor
     probabilities: Tensor
 
 
+def wide(x: Tensor) -> Tensor:
+    """x as float32, or as it is where that is wider."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Choice:
-    """Route tokens by float32 logits [T, E]. bias [E]: added for the choice only, never in the gates (Wang et al. 2024)."""
-    if routing.gate == SIGMOID:
+    """Route tokens by logits [T, E], float32 or wider. bias [E]: added for the choice only, never in the gates (Wang et al. 2024)."""
+    if routing.gate in (SIGMOID, SIGMOID_ALL):
         scores = logits.sigmoid()
         probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     else:
@@ -54,7 +59,7 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Choi
         wanted = within_groups(wanted, routing.groups, routing.group_top_k)
     experts = wanted.topk(routing.top_k, dim=-1).indices
     gates = scores.gather(-1, experts)
-    if routing.gate != SOFTMAX_ALL:
+    if routing.gate in (SOFTMAX_CHOSEN, SIGMOID):
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
     return Choice(experts, gates * routing.scale, probabilities)
 
@@ -72,16 +77,18 @@ def loads(experts: Tensor, count: int) -> Tensor:
     return torch.bincount(experts.reshape(-1), minlength=count)
 
 
-def balance_loss(choice: Choice, routing: Routing, sequences: int) -> Tensor:
+def balance_loss(choice: Choice, routing: Routing, sequences: int, share: Tensor | None = None) -> Tensor:
     """E * sum_i f_i P_i, 0-d: 1 where loads are even, E where one expert has all (Fedus et al. 2022, equation 4).
 
     f_i: share of choices that fall on expert i; P_i: its mean probability. By `sequence` it is taken over each of the `sequences` equal parts of the tokens
-    and averaged, so it does not depend on how sequences are dealt to ranks and micro-batches; by `batch` over all tokens that are here.
+    and averaged, so it does not depend on how sequences are dealt to ranks and micro-batches; by `batch` over all tokens that are here; by `global` f is
+    the given `share` [E], counted over all tokens of the update before (Qiu et al. 2025, section 3, with counts that need no wait).
     """
     parts = sequences if routing.balance == "sequence" else 1
     mean = choice.probabilities.view(parts, -1, routing.experts).mean(1)
-    chosen = torch.zeros_like(choice.probabilities).scatter_add_(1, choice.experts, torch.ones_like(choice.gates))
-    share = chosen.view(parts, -1, routing.experts).mean(1) / routing.top_k
+    if share is None:
+        chosen = torch.zeros_like(choice.probabilities).scatter_add_(1, choice.experts, torch.ones_like(choice.gates))
+        share = chosen.view(parts, -1, routing.experts).mean(1) / routing.top_k
     return routing.experts * (share * mean).sum(-1).mean()
 
 

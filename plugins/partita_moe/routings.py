@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GATES = {"softmax_all", "softmax_chosen", "sigmoid"}
-BALANCES = ("sequence", "batch", "bias", "none")
+TAKEN = "hf"  # no row: the experts of a Hugging Face model, as it routes them
+BALANCES = ("sequence", "batch", "global", "bias", "none")
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from partita.errors import ConfigError, did_you_mean
+from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost, Transform
 from partita_moe.config import MoeConfig
-from partita_moe.routings import BALANCES, ROUTINGS, routing_of
+from partita_moe.routings import BALANCES, ROUTINGS, TAKEN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,9 +65,10 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         changed = [k for k in vars(config) if k != "name" and getattr(config, k) != getattr(MoeConfig(), k)]
         problems += [Problem(f"moe.{k}", "is of no use with moe.name=none.", "Choose a routing: moe=mixtral.") for k in changed]
         return problems
-    if layout.expert > 1 and config.experts % layout.expert:
-        legal = [d for d in range(1, config.experts + 1) if config.experts % d == 0]
-        reason = f"{config.experts} experts can't be shared evenly by {layout.expert} ranks."
+    experts = next((p.shape[0] for p in draft.model.parameters if p.experts), config.experts)
+    if layout.expert > 1 and experts % layout.expert:
+        legal = [d for d in range(1, experts + 1) if experts % d == 0]
+        reason = f"{experts} experts can't be shared evenly by {layout.expert} ranks."
         problems.append(Problem("parallel.expert", reason, f"Legal values: {', '.join(map(str, legal))}."))
     return problems
 
@@ -75,8 +76,11 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
 def _wrong(config: MoeConfig) -> list[Problem]:
     if config.name == OFF:
         return []
+    if config.name == TAKEN:
+        return _wrong_taken(config)
     if config.name not in ROUTINGS:
-        return [Problem("moe.name", f"{config.name!r} is no routing.", did_you_mean(config.name, (OFF, *ROUTINGS)).capitalize())]
+        near = did_you_mean(config.name, (OFF, TAKEN, *ROUTINGS)).capitalize()
+        return [Problem("moe.name", f"{config.name!r} is no routing.", near)]
     problems = []
 
     def need(holds: bool, key: str, reason: str, remedy: str) -> None:
@@ -88,25 +92,54 @@ def _wrong(config: MoeConfig) -> list[Problem]:
     need(1 <= top_k <= max(1, config.experts), "top_k", f"{top_k} of {config.experts} experts.", f"Use 1 to {config.experts}.")
     need(config.every >= 1, "every", f"{config.every} is no distance.", "Use 1 for every block, 2 for every other one.")
     need(config.ffn is None or config.ffn >= 1, "ffn", f"{config.ffn} is no width.", "Give a positive width, or null.")
-    balance = config.balance
-    if balance is not None and balance not in BALANCES:
-        need(False, "balance", f"{balance!r} balances nothing.", did_you_mean(balance, BALANCES).capitalize())
+    problems += _wrong_balance(config)
     even = config.groups >= 1 and config.experts % config.groups == 0
     need(even, "groups", f"{config.experts} experts in {config.groups} groups.", "Use a divisor of moe.experts.")
     room = even and 1 <= config.group_top_k <= config.groups and top_k <= config.experts // config.groups * config.group_top_k
     if even and config.groups > 1:
         reason = f"{config.group_top_k} of {config.groups} groups hold too few experts for {top_k} choices, or don't exist."
         need(room, "group_top_k", reason, "Raise moe.group_top_k, or lower moe.top_k.")
-    need(
-        config.capacity is None or config.capacity > 0, "capacity", f"{config.capacity} is no room.", "Use 1.0 or more, or null."
-    )
     shared = config.shared is None or config.shared >= 0
     need(shared, "shared", f"{config.shared} shared experts.", "Use 0 or more.")
     sigmoid = ROUTINGS[config.name].gate == "sigmoid"
     need(config.scale is None or sigmoid, "scale", f"{config.name} does not scale its gates.", "Drop it, or use moe=deepseek.")
+    row = ROUTINGS[config.name]
+    alike = row.gate == "softmax_chosen" and not config.shared
+    reason = "dense weights would compute something else with gates that don't sum to one, or beside shared experts."
+    need(config.upcycle is None or alike, "upcycle", reason, "Use moe=mixtral or moe=gshard, without moe.shared.")
     residual = ROUTINGS[config.name].residual and bool(config.shared)
     need(not residual, "shared", "the residual form has its dense half already.", "Drop moe.shared, or use another routing.")
     return problems
+
+
+def _wrong_balance(config: MoeConfig) -> list[Problem]:
+    problems = []
+    if config.balance is not None and config.balance not in BALANCES:
+        near = did_you_mean(config.balance, BALANCES).capitalize()
+        problems.append(Problem("moe.balance", f"{config.balance!r} balances nothing.", near))
+    if config.capacity is not None and config.capacity <= 0:
+        problems.append(Problem("moe.capacity", f"{config.capacity} is no room.", "Use 1.0 or more, or null."))
+    return problems
+
+
+OWN = (
+    "experts",
+    "top_k",
+    "every",
+    "ffn",
+    "shared",
+    "groups",
+    "group_top_k",
+    "scale",
+    "upcycle",
+)  # what a model with experts says itself
+
+
+def _wrong_taken(config: MoeConfig) -> list[Problem]:
+    plain = MoeConfig()
+    told = [key for key in OWN if getattr(config, key) != getattr(plain, key)]
+    remedy = "Drop it; the config of the model (model.options) says it."
+    return [*(Problem(f"moe.{k}", f"is the model's own with moe.name={TAKEN}.", remedy) for k in told), *_wrong_balance(config)]
 
 
 @hookimpl
@@ -115,26 +148,29 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     layout = plan.layout
     if layout.expert == 1 or draft.config.moe.name == OFF or _wrong(draft.config.moe):
         return []
-    routing = routing_of(draft.config.moe)
-    layers = sum(p.experts and len(p.shape) == 3 and p.name.endswith(".down") for p in draft.model.parameters)
-    width = next((p.shape[-1] for p in draft.model.parameters if p.experts and p.name.endswith(".down")), 0)
-    tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context * plan.schedule.micro_batches
+    from partita_moe.change import moe_layers
+
     itemsize = {"float32": 4}.get(plan.precision.compute, 2)
-    size = 4 * tokens * routing.top_k * width * itemsize * layers * (layout.expert - 1) // layout.expert // layout.pipeline
+    # a row there and back in forward and in backward, and where forward is computed again; a rank of a pipeline has its share of layers
+    rows = [layer.routing.top_k * layer.router_weight().shape[1] for _, layer in moe_layers(draft.model.module)]
+    tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context * plan.schedule.micro_batches
+    if layout.sequence_parallel:
+        tokens //= layout.tensor
+    times = 4 + 2 * (plan.activations.default == "full")
+    size = times * tokens * sum(rows) * itemsize * (layout.expert - 1) // layout.expert // layout.pipeline
     place = draft.cluster.link(layout, ("shard",))
     bandwidth = draft.cluster.bandwidth(place)
     return [Cost("communication", "tokens to experts and back", size, place, size / bandwidth if bandwidth else 0.0)]
 
 
 @hookimpl
-def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> None:
-    """Refuse what would be written without its experts."""
-    name = config.get("moe", {}).get("name", OFF)
-    if name != OFF:
-        raise ConfigError(
-            f"moe.name: the layers of {name!r} experts can't be written for transformers yet\n"
-            "    -> partita.train.loading.read_weights reads the checkpoint's weights by name"
-        )
+def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> Any:
+    """The translator of a model with experts; a dense model, and one that had its experts before, has its own."""
+    if config.get("moe", {}).get("name", OFF) in (OFF, TAKEN):
+        return None
+    from partita_moe.export import translator
+
+    return translator(config)
 
 
 # ------------------------------------------------------------------ while it runs
@@ -146,3 +182,15 @@ def partita_gradients_ready(run: Any, step: int) -> None:
     from partita_moe.balancing import after_backward
 
     after_backward(run)
+
+
+@hookimpl
+def partita_run_end(run: Any, summary: dict[str, Any]) -> None:
+    """On rank 0, draw the loads of the whole run, resumed parts of it included."""
+    if run.rank or run.config.moe.name == OFF:
+        return
+    from partita_moe.picture import draw_loads
+
+    picture = draw_loads(run.dir)
+    if picture is not None:
+        run.pictures["moe_load"] = picture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("partita")
@@ -40,6 +41,11 @@ class Session:
         step, self._step = self._step, None
         run.log(values) if step is None else run.log(values, step=step, commit=True)
 
+    def draw(self, pictures: Mapping[str, Path]) -> None:
+        """Write SVG files by name; W&B shows them as pages."""
+        if pictures:
+            self._put(lambda run: _draw(run, dict(pictures)))
+
     def finish(self, exit_code: int, summary: dict[str, Any]) -> None:
         """Write what is queued and close; waits for it, but not for ever."""
         self._put(lambda run: _close(run, exit_code, summary))
@@ -63,6 +69,12 @@ class Session:
                 action(self._run)
         except Exception as error:
             log.warning("W&B has failed, the run goes on without it: %s: %s", type(error).__name__, error)
+
+
+def _draw(run: Any, pictures: dict[str, Path]) -> None:
+    import wandb
+
+    run.log({name: wandb.Html(path.read_text(encoding="utf-8"), data_is_not_path=True) for name, path in pictures.items()})
 
 
 def _close(run: Any, exit_code: int, summary: dict[str, Any]) -> None:

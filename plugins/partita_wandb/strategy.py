@@ -153,11 +153,12 @@ def partita_evaluate(run: Any, metrics: dict[str, Any]) -> None:
         _sessions[id(run)].log(metrics)
 
 
-@hookimpl
+@hookimpl(trylast=True)
 def partita_run_end(run: Any, summary: dict[str, Any]) -> None:
-    """Close the W&B run; an interruption is no crash."""
+    """Close the W&B run, with the pictures that others have made until then; an interruption is no crash."""
     session = _sessions.pop(id(run), None)
     if session is not None:
+        session.draw(run.pictures)
         session.finish(0, {name: value for name, value in summary.items() if value is not None})
 
 

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from small_models import VOCAB, make_config, spread
 
 from partita.errors import ConfigError
 from partita.models.common import Mlp
-from partita.models.llama import SwiGlu
-from partita_moe.change import _layer
+from partita.models.export import export_hf
+from partita.models.init import initialize
+from partita.models.llama import SwiGlu, make_llama
+from partita_moe.change import _layer, add_experts
+from partita_moe.config import MoeConfig
 from partita_moe.experts import GroupedProduct
 from partita_moe.layer import MoeLayer
 from partita_moe.routing import (
@@ -59,23 +72,23 @@ def test_layer_is_the_mixture(gate: str, k: int, swiglu: bool) -> None:
     x = torch.randn(2, 7, 12, dtype=F64, requires_grad=True)
     y = layer(x)
     flat = x.reshape(-1, 12)
-    choice = choose((flat.float() @ layer.router.float().t()), layer.routing)
-    want = plain(layer, flat, choice.experts, choice.gates.double()).view_as(x)
-    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-6)  # gates and their sum are float32
+    choice = choose(flat @ layer.router.t(), layer.routing)
+    want = plain(layer, flat, choice.experts, choice.gates).view_as(x)
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(y)
     names = [n for n, _ in layer.named_parameters()]
     got = torch.autograd.grad((y * seed).sum(), [x, *layer.parameters()], retain_graph=True)
     true = torch.autograd.grad((want * seed).sum(), [x, *layer.parameters()])
     for name, a, b in zip(["x", *names], got, true):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_all_experts_of_all_tokens_is_the_dense_mixture() -> None:
     layer = make_layer(Routing(4, 4, SOFTMAX_CHOSEN, balance="none"))
     x = torch.randn(1, 9, 12, dtype=F64)
-    p = (x[0].float() @ layer.router.float().t()).softmax(-1).double()
+    p = (x[0] @ layer.router.t()).softmax(-1)
     each = torch.stack([layer.experts(x[0], [9 * int(i == e) for i in range(4)]) for e in range(4)], 1)
-    torch.testing.assert_close(layer(x)[0], (p.unsqueeze(2) * each).sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x)[0], (p.unsqueeze(2) * each).sum(1), rtol=1e-12, atol=1e-12)
 
 
 def test_equal_experts_are_one_layer() -> None:
@@ -84,7 +97,7 @@ def test_equal_experts_are_one_layer() -> None:
         for p in layer.experts.parameters():
             p.copy_(p[:1].expand_as(p))
     x = torch.randn(1, 6, 12, dtype=F64)
-    torch.testing.assert_close(layer(x)[0], layer.experts(x[0], [6, 0, 0, 0]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x)[0], layer.experts(x[0], [6, 0, 0, 0]), rtol=1e-12, atol=1e-12)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
@@ -200,8 +213,58 @@ def test_refused(plan_of, overrides, key, words) -> None:
     assert found.key == key and words in found.reason
 
 
-def test_export_is_refused() -> None:
-    """A folder without the experts would look like a dense model."""
-    partita_export({"moe": {"name": "none"}}, {})
-    with pytest.raises(ConfigError, match=r"moe\.name: .*'mixtral'"):
-        partita_export({"moe": {"name": "mixtral"}}, {})
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_llama_with_mixtrals_routing_is_exported_as_one(tie: bool, tmp_path: Path) -> None:
+    node = make_config("llama", kv_heads=2, tie_embeddings=tie, context=16)
+    with torch.device("meta"):
+        model = add_experts(make_llama(node, VOCAB), SimpleNamespace(moe=MoeConfig("mixtral", experts=4, top_k=3, ffn=24)))
+    ours = spread(initialize(model, 3)).eval()
+    state = {n: t.detach() for n, t in [*ours.named_parameters(), *ours.named_buffers()]}
+    plain_config = {"moe": vars(MoeConfig("mixtral", experts=4, top_k=3, ffn=24)), "model": {"name": "llama"}}
+    export_hf(node.model, state, tmp_path / "out", partita_export(plain_config, state))
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(theirs).__name__ == "MixtralForCausalLM" and not any(info[k] for k in ("missing_keys", "unexpected_keys")), info
+    ids = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(ids).logits, ours(ids), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "key"),
+    [
+        ("gpt", {"name": "mixtral"}, "model.name"),
+        ("llama", {"name": "switch"}, "moe.name"),
+        ("llama", {"name": "mixtral", "shared": 1}, "moe.shared"),
+        ("llama", {"name": "mixtral", "every": 2}, "moe.every"),
+        ("llama", {"name": "mixtral", "groups": 2}, "moe.groups"),
+        ("llama", {"name": "mixtral", "balance": "bias"}, "moe.balance"),
+        ("llama", {"name": "gshard", "capacity": 1.5}, "moe.capacity"),
+    ],
+)
+def test_what_is_no_mixtral_is_not_exported(model: str, keys: dict[str, Any], key: str) -> None:
+    """A folder without the experts, or with another routing, would look like a model and compute something else."""
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        partita_export({"moe": vars(MoeConfig(**keys)), "model": {"name": model}}, {})
+
+
+def test_dense_models_have_their_own_export() -> None:
+    assert partita_export({"moe": {"name": "none"}}, {}) is None
+    assert partita_export({}, {}) is None
+
+
+# ------------------------------------------------------------------ accumulation
+
+
+def test_auxiliary_loss_does_not_grow_with_accumulation() -> None:
+    """The same micro-batch once, or four times with a quarter of the weight: the same gradient of the router."""
+    gradients = []
+    for times in (1, 4):
+        layer = make_layer(Routing(4, 2, SOFTMAX_CHOSEN, aux_weight=0.5, z_weight=0.1))
+        layer.term_weight = lambda n=times: 1.0 / (9 * n)
+        x = torch.randn(1, 9, 12, dtype=F64, generator=torch.Generator().manual_seed(1))
+        for _ in range(times):
+            (layer(x) * 0.0).sum().backward()
+        assert layer.router.grad is not None
+        gradients.append(layer.router.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)

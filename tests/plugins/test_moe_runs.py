@@ -1,35 +1,65 @@
-"""Experts on several ranks through the command line: the same training for every degree and with every other strategy."""
+"""Experts on several ranks: the layer in float64, and the same training for every degree and with every other strategy."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "train")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
 
-import commands
+from moe_ranks import bytes_on_the_wire, column, compare_layer, train
+from pool import run_ranks
 
-MODEL = (
-    "moe.experts=4",
-    "model.dropout=0.1",
-    "optimizer=sgd",
-    "optimizer.lr=0.3",
-    "train.grad_clip=0",
-    "train.save_every=6",
-    "train.keep=9",
-)
+from partita_moe.routing import SIGMOID, SOFTMAX_CHOSEN
+
+SGD = ("moe.experts=4", "optimizer=sgd", "optimizer.lr=0.3", "train.grad_clip=0")
+LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the whole product: PARTITA_LONG_TESTS=1 runs it")
+
+
+# ------------------------------------------------------------------ the layer
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shared_out_experts_are_the_layer_of_one_rank(ranks: int) -> None:
+    """Outputs and all gradients in float64, with ranks that have few tokens, and none."""
+    for top_k, gate, shared in ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0), (4, SOFTMAX_CHOSEN, 1)):
+        for differences in run_ranks(ranks, compare_layer, (top_k, gate, shared), [7, 0, 1, 12][:ranks]):
+            assert max(differences.values()) < 1e-12, differences
+
+
+@pytest.mark.parametrize(("ranks", "top_k"), [(2, 1), (2, 3), (4, 2)])
+def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int, top_k: int) -> None:
+    tokens, width = 40, 12
+    want = 4 * tokens * top_k * width * 4 * (ranks - 1) // ranks
+    assert run_ranks(ranks, bytes_on_the_wire, top_k, width, tokens) == [want] * ranks
+
+
+# ------------------------------------------------------------------ training
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One rank, for each routing."""
-    folder = tmp_path_factory.mktemp("moe")
-    for name in ("mixtral", "deepseek"):
-        commands.train(folder / name, "parallel.data=1", f"moe={name}", *MODEL)
-    return {name: folder / name for name in ("mixtral", "deepseek")}
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, metrics) of one rank, for each routing; with a checkpoint after six updates."""
+    known: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
+
+    def of(routing: str) -> tuple[Path, list[dict[str, Any]]]:
+        if routing not in known:
+            folder = tmp_path_factory.mktemp("moe") / routing
+            first = train(folder, "parallel.data=1", f"moe={routing}", *SGD, steps=6, save=True)
+            known[routing] = folder, first + train(folder, "parallel.data=1", f"moe={routing}", *SGD, steps=4)
+        return known[routing]
+
+    return of
+
+
+def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: float = 1e-5) -> None:
+    for name in ("loss", "grad_norm"):
+        assert column(got, name) == pytest.approx(column(want, name), rel=bound), name
 
 
 @pytest.mark.parametrize(
@@ -40,22 +70,72 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("deepseek", ("parallel.data=4", "parallel.expert=4", "zero.stage=2", "recompute=full")),
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=1", "parallel.tensor=2")),
         ("deepseek", ("parallel.data=4", "parallel.expert=1", "zero.stage=3")),
+        ("deepseek", ("parallel.data=2", "parallel.expert=2", "zero.stage=3", "parallel.pipeline=2", "offload=host")),
     ],
     ids=str,
 )
-def test_every_degree_gives_the_same_training(
-    reference: dict[str, Path], tmp_path: Path, routing: str, overrides: tuple[str, ...]
-) -> None:
-    commands.train(tmp_path / "run", *overrides, f"moe={routing}", *MODEL)
-    for name in ("loss", "grad_norm"):
-        assert commands.column(tmp_path / "run", name) == pytest.approx(commands.column(reference[routing], name), rel=1e-5)
-    last = commands.metrics(tmp_path / "run")[-1]
-    assert last["moe_load"] == commands.metrics(reference[routing])[-1]["moe_load"]
+def test_every_degree_gives_the_same_training(reference: Any, tmp_path: Path, routing: str, overrides: tuple[str, ...]) -> None:
+    """By SGD, where a gradient of the wrong size would show in the next loss."""
+    got, want = train(tmp_path, *overrides, f"moe={routing}", *SGD), reference(routing)[1][:8]
+    assert_same(got, want)
+    if "parallel.pipeline=2" not in overrides:  # rank 0 tells of the layers of its stages
+        assert got[-1]["moe_load"] == want[-1]["moe_load"]
 
 
-def test_the_number_of_expert_ranks_may_change(reference: dict[str, Path], tmp_path: Path) -> None:
-    """Experts and the balancing bias come out of a checkpoint of one rank and go on on four."""
-    resume = f"train.resume={reference['deepseek']}/checkpoints/step-00000006"
-    commands.train(tmp_path / "run", "parallel.data=4", "parallel.expert=4", "zero.stage=3", "moe=deepseek", *MODEL, resume)
-    want = commands.column(reference["deepseek"], "loss")[6:]
-    assert commands.column(tmp_path / "run", "loss") == pytest.approx(want, rel=1e-5)
+PRODUCT = [
+    (f"zero.stage={zero}", *(axis for axis in axes if axis))
+    for zero, axes in itertools.product(
+        range(4),
+        itertools.product(
+            ("", "parallel.tensor=2"), ("", "parallel.pipeline=2"), ("", "offload=host"), ("recompute=none", "recompute=full")
+        ),
+    )
+]
+
+
+@LONG
+@pytest.mark.parametrize("overrides", PRODUCT, ids=str)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_whole_product(reference: Any, tmp_path: Path, ranks: int, overrides: tuple[str, ...]) -> None:
+    """Expert parallelism with every stage, tensor, pipeline, offload and recompute."""
+    data = ranks // 2 ** sum(o in ("parallel.tensor=2", "parallel.pipeline=2") for o in overrides)
+    if data == 1:
+        pytest.skip("no rank is left that could share experts")
+    expert = min(data, 4)
+    parallel = (f"parallel.data={data}", f"parallel.expert={expert}")
+    assert_same(train(tmp_path, *parallel, *overrides, "moe=deepseek", *SGD, steps=4), reference("deepseek")[1][:4])
+
+
+def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -> None:
+    """Experts and the balancing bias come out of a checkpoint of one rank and go on on four; weights alone, too."""
+    folder, want = reference("deepseek")
+    four = ("parallel.data=4", "parallel.expert=4", "zero.stage=3", "moe=deepseek", *SGD)
+    resume = f"train.resume={folder}/checkpoints/step-00000006"
+    assert_same(train(tmp_path / "all", *four, resume, steps=4), want[6:])
+    got = train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=4)  # SGD has no moments
+    assert_same(got, want[6:])
+
+
+def test_experts_of_a_transformers_model_train_as_there(tmp_path: Path) -> None:
+    """The reference is transformers' own layer on one rank; ours shares its experts out."""
+    options = {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 48,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    model = ("model=hf", "model.dropout=0", *(f"+model.options.{k}={v}" for k, v in options.items()), *SGD[1:])
+    want = train(tmp_path / "theirs", "parallel.data=1", *model, steps=4)
+    ours = ("moe=hf", "moe.balance=none", "parallel.expert=2", "zero.stage=3", *model)
+    for layout in (("parallel.data=4",), ("parallel.data=2", "parallel.tensor=2")):
+        assert_same(train(tmp_path / str(len(layout)), *layout, *ours, steps=4), want)

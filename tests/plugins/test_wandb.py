@@ -52,6 +52,7 @@ def make_run(folder: Path, *, rank: int = 0, sweep: str | None = None, steps: in
         dir=folder,
         name="a run",
         plan=Plan(),
+        pictures={},
         registry=Registry.load(),
         config=SimpleNamespace(tracker=TrackerConfig(**tracker), train=SimpleNamespace(steps=steps)),
         spec=SimpleNamespace(job=job, config={"optimizer": {"lr": 0.1}}),
@@ -105,6 +106,8 @@ def test_one_offline_run_with_config_plan_and_axis(tmp_path: Path) -> None:
     partita_wandb.partita_run_start(run=run)
     steps(run, range(1, 4))
     partita_wandb.partita_evaluate(run=run, metrics={"step": 3, "eval_loss": 0.5})
+    run.pictures["map"] = tmp_path / "map.svg"
+    run.pictures["map"].write_text("<svg>a map</svg>")
     partita_wandb.partita_run_end(run=run, summary={"status": "done", "loss": 7.0, "checkpoint": None})
     (made,) = of_kind(run.dir, "run")[:1]
     assert (made.project, made.run_group, made.display_name) == ("partita", "lr", "a run")
@@ -115,7 +118,10 @@ def test_one_offline_run_with_config_plan_and_axis(tmp_path: Path) -> None:
     assert found["plan"]["precision"]["compute"] == "float32"
     assert found["plugin_versions"]["wandb"].startswith("partita ")
     assert {m.name or m.glob_name: m.step_metric for m in of_kind(run.dir, "metric")} == {"global_step": "", "*": "global_step"}
-    assert [(h["global_step"], h.get("loss"), h.get("eval_loss")) for h in history(run.dir)] == [
+    points = history(run.dir)
+    (page,) = run.dir.glob(f"wandb/offline-run-*/files/{points.pop()['map']['path']}")
+    assert "<svg>a map</svg>" in page.read_text()
+    assert [(h["global_step"], h.get("loss"), h.get("eval_loss")) for h in points] == [
         (1, 9.0, None),
         (2, 8.0, None),
         (3, 7.0, None),

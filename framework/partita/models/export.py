@@ -22,6 +22,7 @@ from partita.plugin.registry import Registry
 
 Weights = dict[str, torch.Tensor]
 Translated = tuple[dict[str, Any], Weights]
+Translate = Callable[[Any, Weights], Translated]
 
 SHARD_BYTES = 4 << 30  # of one file
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # names that Hugging Face looks for
@@ -44,14 +45,14 @@ def export_run(run: Path | str, out: Path | str, checkpoint: Path | str | None =
     model.context = model.context or config["data"]["sequence"]
     weights = read_weights(source, tied=False)
     registry = Registry.load(tuple(config.get("plugins", {}).get("block", ())))
-    registry.hook.partita_export(config=config, weights=weights)
-    return export_hf(model, weights, out)
+    own = registry.hook.partita_export(config=config, weights=weights)
+    return export_hf(model, weights, out, next((translate for translate in own if translate is not None), None))
 
 
-def export_hf(model: Any, state: Weights, out: Path | str) -> Path:
+def export_hf(model: Any, state: Weights, out: Path | str, translate: Translate | None = None) -> Path:
     """Write whole weights by Partita's names (tied ones once) to the folder `out`, with the config that goes with them.
 
-    model: the config node `model`, with its context filled in.
+    model: the config node `model`, with its context filled in. translate: instead of the model's own translator.
     """
     out = Path(out).absolute()
     _check_target(out)
@@ -64,7 +65,7 @@ def export_hf(model: Any, state: Weights, out: Path | str) -> Path:
 
             export_inner(model, state, folder)
         else:
-            config, weights = translator(model.name)(model, state)
+            config, weights = (translate or translator(model.name))(model, state)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             save_weights(weights, folder)
         if out.exists():
@@ -80,7 +81,7 @@ def _check_target(out: Path) -> None:
         raise ConfigError(f"{out} exists and is no export\n    -> another folder")
 
 
-def translator(name: str) -> Callable[[Any, Weights], Translated]:
+def translator(name: str) -> Translate:
     """The function from our weights to theirs for a reference model. Raises ConfigError for other models."""
     known = {"gpt": to_gpt2, "llama": to_llama, "bert": to_bert}
     if name not in known:
@@ -165,12 +166,23 @@ def to_gpt2(model: Any, state: Weights) -> Translated:
 
 def to_llama(model: Any, state: Weights) -> Translated:
     """For LlamaForCausalLM, which keeps queries, keys, values, gate and up apart."""
+    ffn = ffn_size(model, gated=True)
+    config, weights = llama_frame("LlamaForCausalLM", "llama", model, state)
+    config |= {"attention_bias": False, "mlp_bias": False}
+    weights |= _blocks(state, model.layers, {"mlp.down.weight": "mlp.down_proj.weight"}, "model.layers")
+    for i in range(model.layers):
+        gate, up = state[f"blocks.{i}.mlp.gate_up.weight"].split(ffn)
+        weights |= {f"model.layers.{i}.mlp.gate_proj.weight": gate, f"model.layers.{i}.mlp.up_proj.weight": up}
+    return config, weights
+
+
+def llama_frame(architecture: str, kind: str, model: Any, state: Weights) -> Translated:
+    """All of a Llama but its feed-forward layers, for an architecture of transformers that has the rest in common with it."""
     width = state["tokens.weight"].shape[1]
     kv_heads, head = model.kv_heads or model.heads, width // model.heads
-    ffn = ffn_size(model, gated=True)
-    config = _common("LlamaForCausalLM", "llama", model, state) | {
+    config = _common(architecture, kind, model, state) | {
         "hidden_size": width,
-        "intermediate_size": ffn,
+        "intermediate_size": ffn_size(model, gated=True),
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": kv_heads,
@@ -179,14 +191,11 @@ def to_llama(model: Any, state: Weights) -> Translated:
         "rope_theta": model.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
     }
     table = {
         "norm1.weight": "input_layernorm.weight",
         "norm2.weight": "post_attention_layernorm.weight",
         "attention.out.weight": "self_attn.o_proj.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
     }
     weights = {
         "model.embed_tokens.weight": state["tokens.weight"],
@@ -195,11 +204,8 @@ def to_llama(model: Any, state: Weights) -> Translated:
     }
     for i in range(model.layers):
         parts = state[f"blocks.{i}.attention.qkv.weight"].split((width, kv_heads * head, kv_heads * head))
-        halves = state[f"blocks.{i}.mlp.gate_up.weight"].split(ffn)
-        for name, part in zip(
-            ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"), (*parts, *halves), strict=True
-        ):
-            weights[f"model.layers.{i}.{name}_proj.weight"] = part
+        for name, part in zip("qkv", parts, strict=True):
+            weights[f"model.layers.{i}.self_attn.{name}_proj.weight"] = part
     if not model.tie_embeddings:
         weights["lm_head.weight"] = state["head.weight"]
     return config, weights

@@ -36,7 +36,7 @@ class HfModel(nn.Module):
         super().__init__()
         self.inner = build_inner(config)
         self.partita_loss = objective(config)
-        self.partita_weights = None if weights is None else _Renamed(weights(self.inner))
+        self.partita_weights = self._stored = None if weights is None else _Renamed(weights(self.inner))
         self._drawer = Drawer(lambda: build_inner(config))
         self._offset = _position_offset(self.inner)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -69,11 +69,16 @@ class HfModel(nn.Module):
         self._drawer.draw(name.removeprefix(PREFIX), tensor, generator)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Give buffers that stand on meta the values that the model's constructors compute."""
+        """Give buffers that stand on meta their stored values, or those that the model's constructors compute."""
         for name, module in self.inner.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = self._drawer.model.get_submodule(name)._buffers[key].to(device)
+                    saved = self._stored is not None and key not in module._non_persistent_buffers_set
+                    value = self._stored.buffer(f"{name}.{key}") if self._stored is not None and saved else None
+                    if value is None:
+                        value = self._drawer.model.get_submodule(name)._buffers.get(key)
+                    if value is not None:  # else it is of a part that somebody else has put there, and fills
+                        module._buffers[key] = value.to(device, buffer.dtype)
 
     def partita_tensor_plan(self) -> dict[str, str]:
         """The model's own plan, or that of its family; empty where there is none."""
@@ -110,6 +115,11 @@ class _Renamed:
         """A part alone, where the source can read it."""
         reader = getattr(self._source, "part", None)
         found: torch.Tensor | None = reader(name.removeprefix(PREFIX), part) if reader is not None else None
+        return found
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A stored buffer, by the inner model's name."""
+        found: torch.Tensor | None = self._source.buffer(name)
         return found
 
 

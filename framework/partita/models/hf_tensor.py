@@ -37,7 +37,10 @@ def tensor_plan(inner: Any, prefix: str) -> dict[str, str]:
     if not told:
         return {}
     plan = dict(_ends(inner))
+    experts = [path for path, m in inner.named_modules() if getattr(m, "partita_experts", None)]
     for pattern, word in told.items():
+        if any(fnmatchcase(path, f"{base}.{p}") for path in experts for p in (pattern, pattern.rpartition(".")[0])):
+            continue  # the expert axis shares these out
         plan.update(_styles(inner, f"{base}.{pattern}", WORDS.get(word, word), config))
     return {prefix + path: style for path, style in plan.items()}
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from partita.errors import ConfigError, PartitaError, did_you_mean
+from partita.models.hf_experts import Places, expert_places, old_names, read_experts
 from partita.state.parts import Part
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPERTS_NDIM = 3  # of weights that stack experts
 
 
 @contextmanager
@@ -95,8 +97,9 @@ class Drawer:
 class StoredWeights:
     """Reads parameters of `model` (on meta, names and shapes are what counts) from the safetensors of a folder, by name.
 
-    Files may leave out the prefix of the base model or have it, and hold a tied weight under any of its names. Where transformers
-    stores a model in another form than it runs it in (fused experts), the whole model is read once through transformers.
+    Files may leave out the prefix of the base model or have it, and hold a tied weight under any of its names. Experts that the model
+    stacks may lie there one by one. Where transformers stores a model in yet another form than it runs it in, the whole model is read
+    once through transformers.
     Raises ConfigError for parameters that are missing or have another shape.
     """
 
@@ -106,7 +109,8 @@ class StoredWeights:
         self._open: dict[str, Any] = {}
         self._places = {name: self._find(names) for name, names in _names(model).items()}
         self._whole: dict[str, torch.Tensor] | None = None
-        missing = [name for name, place in self._places.items() if place is None]
+        self._experts = {name: found for name in self._places if (found := self._find_experts(name)) is not None}
+        missing = [name for name, place in self._places.items() if place is None and name not in self._experts]
         self._converted = bool(missing) and _has_conversion(model)
         if not self._converted:
             self._check(missing)
@@ -115,6 +119,8 @@ class StoredWeights:
         """The whole parameter, in the dtype of the file. Its shape is checked by whom it is given to."""
         if self._converted:
             return self._read_whole()[name]
+        if name in self._experts:
+            return read_experts(self._experts[name], lambda place: self._handle(place).get_tensor(place))
         place = self._places[name]
         if place is None:
             raise PartitaError(f"{self._folder} has no weights for {name!r}")
@@ -122,6 +128,9 @@ class StoredWeights:
 
     def part(self, name: str, part: Part) -> torch.Tensor | None:
         """A part of a parameter, of which no more is read; None where only the whole one can be had."""
+        if not self._converted and part.dim == 0 and name in self._experts:
+            wanted = [e for lo, hi in part.ranges for e in self._experts[name][lo:hi]]
+            return read_experts(wanted, lambda place: self._handle(place).get_tensor(place)) if wanted else None
         place = None if self._converted else self._places[name]
         if place is None:
             return None
@@ -131,10 +140,25 @@ class StoredWeights:
         pieces = [stored[(*(slice(None),) * part.dim, slice(lo, hi))] for lo, hi in part.ranges]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
 
-    def _find(self, names: list[str]) -> str | None:
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """A buffer, in the dtype of the file; None where the folder has none of that name."""
+        place = self._find([name])
+        if place is not None:
+            return self._handle(place).get_tensor(place)
+        return self._read_whole().get(name) if self._converted else None
+
+    def _spellings(self, name: str) -> tuple[str, ...]:
         prefix = f"{self._model.base_model_prefix}."
+        return (*old_names(name), *old_names(name.removeprefix(prefix)), *old_names(prefix + name))
+
+    def _find_experts(self, name: str) -> Places | None:
+        if self._places[name] is not None or self._model.get_parameter(name).ndim != EXPERTS_NDIM:
+            return None
+        return expert_places(self._spellings(name), len(self._model.get_parameter(name)), self._files)
+
+    def _find(self, names: list[str]) -> str | None:
         for name in names:
-            spellings = (name, name.removeprefix(prefix), prefix + name)
+            spellings = self._spellings(name)
             old = (
                 s.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for s in spellings
             )
@@ -152,13 +176,21 @@ class StoredWeights:
                 + "\n    -> the folder of a whole model, or model.weights=random"
             )
         for name, place in self._places.items():
-            assert place is not None
-            stored, wanted = tuple(self._handle(place).get_slice(place).get_shape()), tuple(self._model.get_parameter(name).shape)
-            if stored != wanted:
-                raise ConfigError(
-                    f"model.path: {place} has shape {stored} in {self._folder}, the config makes it {wanted}\n"
-                    "    -> take back model.options, or model.weights=random"
-                )
+            wanted = tuple(self._model.get_parameter(name).shape)
+            if place is not None:
+                self._check_shape(place, wanted)
+                continue
+            experts = self._experts[name]
+            for stored in (s for expert in experts for s in expert):
+                self._check_shape(stored, (wanted[1] // len(experts[0]), wanted[2]))
+
+    def _check_shape(self, place: str, wanted: tuple[int, ...]) -> None:
+        stored = tuple(self._handle(place).get_slice(place).get_shape())
+        if stored != wanted:
+            raise ConfigError(
+                f"model.path: {place} has shape {stored} in {self._folder}, the config makes it {wanted}\n"
+                "    -> take back model.options, or model.weights=random"
+            )
 
     def _handle(self, place: str) -> Any:
         from safetensors import safe_open
@@ -180,7 +212,7 @@ class StoredWeights:
             )
             if info["missing_keys"] or info["mismatched_keys"]:
                 self._check(sorted(info["missing_keys"]) or [str(key) for key in info["mismatched_keys"]])
-            self._whole = dict(model.named_parameters())
+            self._whole = dict(model.named_parameters()) | dict(model.named_buffers())
         return {name: p.detach() for name, p in self._whole.items()}
 
 

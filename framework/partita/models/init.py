@@ -11,7 +11,7 @@ from torch import nn
 from partita.runtime.rng import name_generator
 
 # Projections that write into the residual stream, in all reference models
-RESIDUAL = ("attention.out.weight", "mlp.down.weight")
+RESIDUAL = ("attention.out.weight", ".down.weight", ".experts.down")
 
 
 def draw(name: str, tensor: torch.Tensor, generator: torch.Generator, std: float, residual_std: float | None = None) -> None:

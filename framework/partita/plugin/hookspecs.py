@@ -155,8 +155,9 @@ def partita_failure(run: Any, error: BaseException) -> None:
 
 
 @hookspec
-def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> None:
+def partita_export(config: dict[str, Any], weights: dict[str, Any]) -> Any:
     """Change whole weights, by name, in place before they are written for others: what a plug-in added to the model goes back into it.
 
-    Called in the process that exports, with the run's plain config, all results unused.
+    Called in the process that exports, with the run's plain config. A plug-in whose model has another form than its builder's returns
+    translate(model, weights) -> (config.json, weights by their names), with the node `model`; others None. The first one wins.
     """

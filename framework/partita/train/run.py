@@ -70,6 +70,7 @@ class Run:
     # asked before each update, on all ranks, with step, loss and gradient norm, which are equal on all of them: why it is to be left
     # out, or an empty text
     vetoes: list[Callable[[int, float, float], str]] = field(default_factory=list)
+    pictures: dict[str, Path] = field(default_factory=dict)  # SVG files that plug-ins have made of the run, for trackers, by name
     view: View = field(default_factory=View)
 
     @property

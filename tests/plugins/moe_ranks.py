@@ -1,0 +1,151 @@
+"""What the ranks of the tests of experts do: steps of a run as the command line plans it, and the layer alone against one rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "parallel"), str(TESTS / "distributed")]
+
+from layouts import spec_of
+from pool import run_ranks
+
+from partita.models.llama import SwiGlu
+from partita.plan.plan import Layout
+from partita.runtime.mesh import Mesh
+from partita_moe.change import _layer, share_experts
+from partita_moe.layer import MoeLayer
+from partita_moe.routing import SOFTMAX_CHOSEN, Routing
+
+F64 = torch.float64
+
+
+def train(folder: Path, *overrides: str, steps: int = 8, save: bool = False) -> list[dict[str, Any]]:
+    """The metrics of the next updates of a run; in the end a checkpoint of it, if wanted."""
+    spec = spec_of(folder, *overrides)
+    return run_ranks(spec.ranks, steps_of, spec, steps, save, timeout=150)[0]
+
+
+def steps_of(rank: int, world: int, spec: Any, steps: int, save: bool) -> list[dict[str, Any]]:
+    """Body of a rank."""
+    from partita.train.loop import StepClock, one_update
+    from partita.train.resume import save as save_run
+    from partita.train.run import open_run
+
+    torch.set_num_threads(1)
+    run = open_run(spec)
+    lines, clock = [], StepClock()
+    try:
+        for step, batches in run.data.iterate(run.step + 1, run.step + steps):
+            lines.append(one_update(run, step, batches, clock)[0])
+            run.step = step
+        if save:
+            save_run(run)
+            run.checkpoints.wait()
+        return lines
+    finally:
+        run.data.close()
+        run.checkpoints.close()
+        run.metrics.close()
+
+
+def column(lines: list[dict[str, Any]], name: str) -> list[Any]:
+    """One value of each step."""
+    return [line[name] for line in lines]
+
+
+# ------------------------------------------------------------------ the layer alone
+
+
+def double_layer(top_k: int, gate: str, shared: int) -> MoeLayer:
+    """Four experts with random weights in float64."""
+    layer = _layer(SwiGlu(10, 14), Routing(4, top_k, gate, shared=shared, aux_weight=0.0), None)
+    generator = torch.Generator().manual_seed(5)
+    for p in layer.parameters():
+        nn.init.normal_(p, 0.0, 0.3, generator=generator)
+    return layer.double()
+
+
+def even_layer(top_k: int, width: int) -> MoeLayer:
+    """Token i mod 4 goes to the `top_k` experts from i on: loads are even."""
+    layer = _layer(SwiGlu(width, 8), Routing(4, top_k, SOFTMAX_CHOSEN, balance="none"), None)
+    for p in layer.parameters():
+        nn.init.normal_(p, 0.0, 0.1)
+    with torch.no_grad():
+        near = (torch.arange(4)[:, None] - torch.arange(4)[None, :]) % 4
+        layer.router[:, :4] = -near.float()
+    return layer
+
+
+def whole_run(degree: int, rank: int) -> Any:
+    """As much of a run as an expert layer asks for."""
+    engine = SimpleNamespace(share=1.0, scaler=SimpleNamespace(value=1.0), recomputing=False)
+    layout = Layout(shard=degree, expert=degree)
+    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=SimpleNamespace(layout=layout), engine=engine)
+
+
+def compare_layer(rank: int, world: int, kind: tuple[int, str, int], lengths: list[int]) -> dict[str, float]:
+    """Largest differences of a layer whose experts are shared out from the same one on one rank, which sees all tokens.
+
+    kind: arguments of `double_layer`. lengths: tokens of each rank (one sequence each); some may have none.
+    """
+    torch.set_num_threads(1)
+    alone, shared = double_layer(*kind), double_layer(*kind)
+    width = alone.router_weight().shape[1]
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randn(1, n, width, dtype=F64, generator=generator) for n in lengths]
+    seeds = [torch.randn(1, n, width, dtype=F64, generator=generator) for n in lengths]
+    every = [t.clone().requires_grad_() for t in tokens]
+    want = [alone(t) for t in every if t.numel()]
+    torch.autograd.backward(want, [s for s in seeds if s.numel()])
+    share_experts(shared, whole_run(world, rank))
+    mine = tokens[rank].clone().requires_grad_()
+    got = shared(mine)
+    got.backward(seeds[rank])
+    out = {"gradient of tokens": _apart(mine.grad, every[rank].grad if every[rank].grad is not None else mine.grad)}
+    if lengths[rank]:
+        out["output"] = _apart(got, want[sum(n > 0 for n in lengths[:rank])])
+    for (name, ours), true in zip(shared.named_parameters(), alone.parameters(), strict=True):
+        grad = ours.grad
+        assert grad is not None and true.grad is not None, name
+        if name.startswith("experts."):
+            per = true.shape[0] // world
+            out[name] = _apart(grad, true.grad[rank * per : (rank + 1) * per])
+        else:
+            dist.all_reduce(grad)
+            out[name] = _apart(grad, true.grad)
+    return out
+
+
+def _apart(a: Any, b: Any) -> float:
+    return float((a - b).abs().max()) if a.numel() else 0.0
+
+
+def bytes_on_the_wire(rank: int, world: int, top_k: int, width: int, tokens: int) -> int:
+    """Bytes that this rank sends to others in forward and backward of a layer, of rows (the counts are a message of their own)."""
+    sent = 0
+    real = dist.all_to_all_single
+
+    def counting(out: torch.Tensor, x: torch.Tensor, received: Any = None, splits: Any = None, **more: Any) -> Any:
+        nonlocal sent
+        if splits is not None:
+            sent += sum(n for to, n in enumerate(splits) if to != rank) * x[0].nbytes
+        return real(out, x, received, splits, **more)
+
+    layer = even_layer(top_k, width)
+    share_experts(layer, whole_run(world, rank))
+    experts = layer.routing.experts
+    x = torch.eye(experts, layer.router_weight().shape[1])[torch.arange(tokens) % experts].unsqueeze(0).requires_grad_()
+    dist.all_to_all_single = counting
+    try:
+        layer(x).sum().backward()
+    finally:
+        dist.all_to_all_single = real
+    return sent
