@@ -112,8 +112,7 @@ def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -
     four = ("parallel.data=4", "parallel.expert=4", "zero.stage=3", "moe=deepseek", *SGD)
     resume = f"train.resume={folder}/checkpoints/step-00000006"
     assert_same(train(tmp_path / "all", *four, resume, steps=4), want[6:])
-    got = train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=4)  # SGD has no moments
-    assert_same(got, want[6:])
+    assert_same(train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=1), want[6:7])
 
 
 def test_experts_of_a_transformers_model_train_as_there(tmp_path: Path) -> None:
