@@ -43,6 +43,8 @@ def adamw_(
     skip: torch.Tensor | None = None,
     scales: tuple[Tensors, Tensors] | None = None,
     rounding: Rounding | None = None,
+    seen: int | None = None,
+    frozen: bool = False,
 ) -> None:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), or with decoupled=False Adam with decay in the gradient, in place.
 
@@ -55,23 +57,29 @@ def adamw_(
     (ceil(n / 256) for a range); all start at zero. rounding: bfloat16 weights and narrow moments are rounded stochastically
     (see `Rounding`); None: to nearest, which loses updates of less than half a step of the format.
 
+    seen: updates that have changed the second moments, for those that don't follow every step (1-bit Adam and its kin); default: step.
+    frozen: leave them as they are.
+
     Raises ValueError for unequal lengths, and for formats that don't fit.
     """
     count = len(params)
     none: Copies = [None] * count
     first, second = scales or (none, none)
     lrs, decays = spread(lr, count, "lr"), spread(weight_decay, count, "weight_decay")
-    numbers = [_numbers(step, rate, beta1, beta2, eps, decay) for rate, decay in zip(lrs, decays)]
+    apart = frozen or seen not in (None, step)
+    second_beta = 1.0 if frozen else beta2
+    root = math.sqrt(1 - beta2 ** (step if seen is None else seen))
+    numbers = [_numbers(step, rate, beta1, second_beta, eps, decay, root) for rate, decay in zip(lrs, decays)]
     states = [State(exp_avgs, first), State(exp_avg_sqs, second, signed=False)]
     work = batches(params, grads, states, copies, numbers, None if rounding is None else rounding.starts)
     if work:
-        ADAMW.on(work[0].params[0].device)(work, scale, skip, DECOUPLED if decoupled else 0, rounding)
+        operation = APART if apart else ADAMW
+        operation.on(work[0].params[0].device)(work, scale, skip, DECOUPLED if decoupled else 0, rounding)
 
 
-def _numbers(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> tuple[float, ...]:
+def _numbers(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, root: float) -> tuple[float, ...]:
     """What kernels read. one1, one2: 1 - beta from doubles, since in float32 1 - 0.999 is off by 2e-5 of itself."""
-    step_size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
-    return 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, decay, step_size, root, lr, beta1, float(step)
+    return 1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps, decay, lr / (1 - beta1**step), root, lr, beta1, float(step)
 
 
 def _piece(p: Any, g: Any, states: Sequence[Any], numbers: tuple[float, ...], flag: int) -> None:
@@ -113,3 +121,5 @@ def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
 
 RULE = Rule(0, _piece, _step, _fused)
 ADAMW = Operation("adamw", RULE.reference, RULE.triton, RULE.cpu)
+_OWN = Rule(0, _piece, _step)  # torch's fused update knows one step for both moments
+APART = Operation("adamw_apart", _OWN.reference, _OWN.triton, _OWN.cpu)

@@ -7,6 +7,7 @@ from partita_compression.strategy import (
     partita_decide,
     partita_estimate,
     partita_provide,
+    partita_slots,
 )
 
 partita_api = 1
@@ -19,4 +20,5 @@ __all__ = [
     "partita_decide",
     "partita_estimate",
     "partita_provide",
+    "partita_slots",
 ]

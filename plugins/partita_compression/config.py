@@ -9,11 +9,16 @@ from dataclasses import dataclass
 class CompressionConfig:
     """A wire format for each purpose; `native` is the dtype that precision says."""
 
-    # gradients, when they are reduced: native, bfloat16, float16, int8, int4, fp8, onebit; sums are made in float32 all the same
+    # gradients, when they are reduced: native, bfloat16, float16, int8, int4, fp8, onebit, topk, powersgd; sums are made in float32 all the same
     gradient_reduce: str = "native"
-    # weights, when they are gathered: native, int8, fp8 (ZeRO++, Wang et al. 2023, section 3.1); only where zero cuts the parameters
+    # weights, when they are gathered: native, bfloat16, float16, int8, int4, fp8 (ZeRO++, Wang et al. 2023, section 3.1). Where zero leaves them
+    # whole, or cuts them over fewer ranks than the optimizer, exact ones are kept apart: 4 bytes for each weight of a rank's shard
     parameter_gather: str = "native"
-    # keep what packing loses and send it with the next message (Seide et al. 2014); null: where the format needs it (onebit).
+    # powersgd: columns of the thin matrices; bytes grow with it (Vogels et al. 2019 use 1 to 4)
+    rank: int = 4
+    # topk: share of the elements that is sent (Lin et al. 2018 use 0.001 to 0.01)
+    density: float = 0.015625
+    # keep what packing loses and send it with the next message (Seide et al. 2014); null: where the format needs it (onebit, topk, powersgd).
     # Costs 4 bytes a parameter on each rank (and 4 more for the part it sums, where all ranks need the sum)
     error_feedback: bool | None = None
     # share of train.steps during which gradients travel natively; 1-bit Adam (Tang et al. 2021, section 3.3) advises 0.15 to 0.25

@@ -21,7 +21,8 @@ class Exchange:
     """Sums and gathers of one buffer over one group. elements: of the whole buffer. feedback: keep and send later what was lost.
 
     Two errors where there is feedback: `sender` [elements, padded to the ranks] of what this rank sent to others, `owner` of what it
-    shared of the part that it sums. The rank's own part never travels to be summed, so it loses nothing there.
+    shared of the part that it sums. The rank's own part never travels to be summed, so it loses nothing there; what a load has put
+    into its error is delivered with the next message.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Exchange:
         self.format, self.group, self.transport = format, group, transport
         self.part = -(-elements // (group.size * ALIGN)) * ALIGN if shared else elements // group.size
         self.errors: dict[str, torch.Tensor] = {}
+        self.holes: dict[str, list[tuple[int, int]]] = {}  # ranges of an error for nothing but padding, which loses nothing
         if feedback:
             self.errors["sender"] = torch.zeros(self.part * group.size, dtype=torch.float32, device=device)
             if shared:
@@ -52,6 +54,7 @@ class Exchange:
             if i != rank:
                 self.format.encode(rows[i], packets[i])
                 self._keep("sender", rows[i], packets[i])
+        self._fill_holes("sender")
         received = torch.empty_like(packets)
         work = self.transport.all_to_all(received, packets, self.group, GRADIENTS)
         return Then([work], lambda: self._sum(output, received, own, accumulate))
@@ -72,6 +75,7 @@ class Exchange:
                 self.errors["owner"].add_(total)
                 self.format.encode(self.errors["owner"], packets[rank])
                 self._keep("owner", self.errors["owner"], packets[rank])
+                self._fill_holes("owner")
             else:
                 self.format.encode(total, packets[rank])
             self.transport.share(packets.unbind(), self.group, GRADIENTS).wait()
@@ -88,17 +92,26 @@ class Exchange:
         if "sender" not in self.errors:
             return rows, own
         meant = self.errors["sender"].add_(source).view(self.group.size, self.part)
+        own = meant[self.group.rank].clone()
         meant[self.group.rank].zero_()
         return meant, own
 
     def _keep(self, name: str, meant: torch.Tensor, packet: torch.Tensor) -> None:
-        """Turn what was meant into what was lost, in place. A message that wasn't finite leaves no error: its step is skipped."""
+        """Turn what was meant into what was lost, in place."""
         if name not in self.errors:
             return
         arrived = torch.empty_like(meant)
         self.format.decode(packet, arrived)
         meant.sub_(arrived)
-        torch.nan_to_num_(meant, 0.0, 0.0, 0.0)
+
+    def _fill_holes(self, name: str) -> None:
+        for lo, hi in self.holes.get(name, ()):
+            self.errors[name][lo:hi] = 0
+
+    def clean(self) -> None:
+        """A message that wasn't finite leaves no error: its update was skipped."""
+        for error in self.errors.values():
+            torch.nan_to_num_(error, 0.0, 0.0, 0.0)
 
     def _sum(self, output: torch.Tensor, received: torch.Tensor, own: torch.Tensor, accumulate: bool) -> None:
         wide = output if output.dtype == torch.float32 else output.float()

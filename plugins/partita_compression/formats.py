@@ -83,6 +83,81 @@ class OneBit:
         signs.UNPACK.on(out.device)(bits, scales, out, self.block, add)
 
 
+class TopK:
+    """The largest `density` of each 1024 elements, as they are: 6 bytes for each that is kept (Lin et al. 2018, Deep Gradient Compression).
+
+    By blocks, so that each rank of a sum gets as much, places need two bytes, and no tensor is left out because another one is larger.
+    """
+
+    name, block = "topk", 1024
+
+    def __init__(self, density: float) -> None:
+        self.kept = min(self.block, max(1, round(density * self.block)))
+
+    def size(self, n: int) -> int:
+        """See `Format`."""
+        count = self.kept * -(-n // self.block)
+        return 4 * count + -(-2 * count // 4) * 4
+
+    def _parts(self, packet: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = -(-n // self.block)
+        count = blocks * self.kept
+        values, places = packet[: 4 * count].view(torch.float32), packet[4 * count : 6 * count].view(torch.int16)
+        return values.view(blocks, self.kept), places.view(blocks, self.kept)
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """See `Format`. NaN counts as the largest number there is, so it is sent."""
+        values, places = self._parts(packet, x.numel())
+        rows = torch.nn.functional.pad(x.float(), (0, -x.numel() % self.block)).view(-1, self.block)
+        found = rows.abs().topk(self.kept, dim=1, sorted=False).indices
+        values.copy_(rows.gather(1, found))
+        places.copy_(found)
+
+    def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """See `Format`."""
+        n = out.numel()
+        values, places = self._parts(packet, n)
+        starts = torch.arange(places.shape[0], device=out.device)[:, None] * self.block
+        at = (places.long() + starts).view(-1).clamp_(max=n - 1)  # what lies behind the end is zero
+        wide = out if out.dtype == torch.float32 else out.float()
+        if not add:
+            wide.zero_()
+        wide.index_add_(0, at, values.reshape(-1))
+        if wide is not out:
+            out.copy_(wide)
+
+
+class Cast:
+    """A narrower dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.name, self.dtype = str(dtype).removeprefix("torch."), dtype
+
+    def size(self, n: int) -> int:
+        """See `Format`."""
+        return 2 * n
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """See `Format`."""
+        packet.view(self.dtype).copy_(x)
+
+    def decode(self, packet: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """See `Format`."""
+        values = packet.view(self.dtype)
+        out.copy_(out.float() + values.float() if add else values)
+
+
 FORMATS: dict[str, Format] = {
     f.name: f for f in (Blocks("int8", "int8"), Blocks("int4", "int4"), Blocks("fp8", "fp8_e4m3"), OneBit())
 }
+CASTS: dict[str, Format] = {f.name: f for f in (Cast(torch.bfloat16), Cast(torch.float16))}
+
+
+def reduce_format(name: str, density: float) -> Format | None:
+    """Of gradients; None where they travel in a dtype, which the engine sees to, or in a way of their own. density: of top-k."""
+    return TopK(density) if name == "topk" else FORMATS.get(name)
+
+
+def gather_format(name: str) -> Format | None:
+    """Of weights; None: in the dtype that they have."""
+    return CASTS.get(name) or FORMATS.get(name)

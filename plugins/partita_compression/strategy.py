@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from math import prod
+
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.plan import AXES, GRADIENT_AXES, Collectives, Plan, Wire
@@ -9,15 +12,17 @@ from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
 from partita_compression.config import CompressionConfig
-from partita_compression.settings import EXTENSION, Settings
+from partita_compression.settings import EXTENSION, Settings, Traffic
 
 CASTS = ("native", "bfloat16", "float16")  # the built-in collectives do these
-BLOCKS = ("int8", "int4", "fp8", "onebit")
-FORMATS = {"gradient_reduce": (*CASTS, *BLOCKS), "parameter_gather": ("native", "int8", "fp8")}
-NEEDS_FEEDBACK = ("onebit",)
+SIZES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256, "fp8": 1 + 4 / 256, "onebit": 1 / 8 + 4 / 1024}  # bytes of an element
+BLOCKS = (*SIZES, "topk", "powersgd")
+FORMATS = {"gradient_reduce": (*CASTS, *BLOCKS), "parameter_gather": (*CASTS, "int8", "int4", "fp8")}
+NEEDS_FEEDBACK = ("onebit", "topk", "powersgd")
 ALIASES = {"none": "native", "bf16": "bfloat16", "fp16": "float16"}
 ALGORITHMS = ("flat", "hierarchical")
 LEVELS = ("all", "slow")
+RULES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"}  # update rules -> their modules
 
 
 @hookimpl
@@ -28,7 +33,9 @@ def partita_config() -> ConfigContribution:
 
 @hookimpl
 def partita_provide(slot: str, name: str) -> object | None:
-    """Slot `collective`, name `compressed`."""
+    """Slot `collective`, name `compressed`, and the update rules of `RULES`."""
+    if slot == "optimizer" and name in RULES:
+        return getattr(import_module(f"partita_compression.rules.{RULES[name]}"), f"make_{name}")
     if (slot, name) != ("collective", "compressed"):
         return None
     from partita_compression.provider import make_compressed
@@ -39,7 +46,7 @@ def partita_provide(slot: str, name: str) -> object | None:
 @hookimpl
 def partita_slots() -> dict[str, tuple[str, ...]]:
     """What `partita_provide` can give."""
-    return {"collective": ("compressed",)}
+    return {"collective": ("compressed",), "optimizer": tuple(RULES)}
 
 
 @hookimpl
@@ -49,22 +56,73 @@ def partita_decide(draft: PlanDraft) -> None:
     layout, placement = draft.get("layout"), draft.get("placement")
     sent = layout.size(GRADIENT_AXES) > 1
     reduce = _format(draft, "gradient_reduce", config.gradient_reduce, precision.reduce, sent)
-    cut = layout.size(placement.parameters) > 1
+    cut = layout.size(placement.optimizer) > 1
     gather = _format(draft, "parameter_gather", config.parameter_gather, precision.compute, cut)
+    traffic = _traffic(draft, reduce)
+    if traffic and sent and reduce == "native":
+        reduce = "onebit"
+        draft.effect("compression.gradient_reduce", "native", reduce, f"{_ruled(draft)} sends few bits")
     node = config.node_ranks or draft.cluster.devices_per_node
     algorithm = _algorithm(draft, node)
-    packed = reduce in BLOCKS or gather in BLOCKS or algorithm == "hierarchical"
-    feedback = reduce in NEEDS_FEEDBACK if config.error_feedback is None else config.error_feedback
-    if config.error_feedback and reduce not in BLOCKS:
-        draft.effect("compression.error_feedback", True, False, f"gradients travel as {reduce}: nothing is packed in blocks")
-    warmup = round(config.warmup * draft.config.train.steps) if reduce in BLOCKS else 0
-    if config.warmup and reduce not in BLOCKS:
-        draft.effect("compression.warmup", config.warmup, 0, f"gradients travel as {reduce} from the start")
-    wires = {"gradient_reduce": Wire(algorithm, reduce), "parameter_gather": Wire(algorithm, gather)}
+    packed = bool(traffic) or reduce in BLOCKS or gather != "native" or algorithm == "hierarchical"
+    wires = {
+        "gradient_reduce": Wire(algorithm, reduce, _size(draft, reduce)),
+        "parameter_gather": Wire(algorithm, gather, _size(draft, gather)),
+    }
     draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default", log=config.log))
+    feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
     if packed:
-        slow = config.levels == "slow"
-        draft.extend(EXTENSION, Settings(warmup, bool(feedback) and reduce in BLOCKS, slow, node))
+        rank, density = config.rank if reduce == "powersgd" else 0, config.density if reduce == "topk" else 0.0
+        draft.extend(EXTENSION, Settings(warmup, feedback, config.levels == "slow", node, traffic, rank, density))
+
+
+def _size(draft: PlanDraft, format: str) -> float | None:
+    """Bytes of an element on the wire; None: those of the dtype of that name."""
+    if format == "topk":
+        return 6 * draft.config.compression.density
+    if format == "powersgd":
+        return 4 * draft.config.compression.rank * _thinness(draft)
+    return SIZES.get(format)
+
+
+def _thinness(draft: PlanDraft) -> float:
+    """Elements of two thin matrices of rank 1, for each element of the trained matrices."""
+    shapes = [p.shape for p in draft.model.parameters if p.trainable and len(p.shape) > 1]
+    numel = [(s[0], prod(s[1:])) for s in shapes]
+    return sum(a + b for a, b in numel) / max(1, sum(a * b for a, b in numel))
+
+
+def _traffic(draft: PlanDraft, format: str) -> tuple[Traffic, ...]:
+    """What each update rule wants of the wire; empty where none wants anything. The others' gradients stay native unless a format was asked for."""
+    wanted: list[Traffic | None] = [getattr(rule, "traffic", None) for rule in draft.rules]
+    if not any(wanted):
+        return ()
+    return tuple(t or Traffic(None if format == "native" else 0) for t in wanted)
+
+
+def _ruled(draft: PlanDraft) -> str:
+    """The update rules that want something of the wire, in words."""
+    names = dict.fromkeys([draft.config.optimizer.name, *(g.optimizer for g in draft.config.optimizer.groups)])
+    return "optimizer " + " and ".join(n for n in names if n in RULES)
+
+
+def _feedback(draft: PlanDraft, format: str, ruled: bool) -> bool:
+    config = draft.config.compression
+    if config.error_feedback and format not in BLOCKS:
+        draft.effect("compression.error_feedback", True, False, f"gradients travel as {format}: nothing is packed in blocks")
+    needed = format in NEEDS_FEEDBACK or ruled
+    return format in BLOCKS and bool(needed if config.error_feedback is None else config.error_feedback)
+
+
+def _warmup(draft: PlanDraft, format: str, ruled: bool) -> int:
+    """Updates before the first one that is compressed."""
+    asked = draft.config.compression.warmup
+    if ruled or format not in BLOCKS:
+        if asked:
+            why = f"{_ruled(draft)} says when" if ruled else f"gradients travel as {format} from the start"
+            draft.effect("compression.warmup", asked, 0, why)
+        return 0
+    return round(asked * draft.config.train.steps)
 
 
 def _format(draft: PlanDraft, field: str, asked: str, native: str, sent: bool) -> str:
@@ -78,8 +136,8 @@ def _format(draft: PlanDraft, field: str, asked: str, native: str, sent: bool) -
         return "native"
     if name != "native" and not sent:
         why = "nothing is sent: one rank holds all of it"
-        if field == "parameter_gather" and draft.get("layout").size(draft.get("placement").optimizer) > 1:
-            why = "the gathered weights are the stored ones, which must stay exact; zero.stage=3 keeps exact shards beside them"
+        if field == "parameter_gather" and draft.get("layout").size(GRADIENT_AXES) > 1:
+            why = "nothing is gathered: every rank updates all weights itself"
         draft.effect(key, asked, "native", why)
         return "native"
     return name
@@ -108,20 +166,21 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """What can't be had, or would go wrong in silence."""
     config, wire = draft.config.compression, plan.collectives.gradient_reduce
     scaled = plan.precision.loss_scale is not None
-    problems = []
+    problems = _check_rules(plan, draft)
     if wire.format == "float16" and plan.precision.compute != "float16" and not scaled:
         reason = "gradients in float16 on the wire overflow above 65504, and no loss scale would notice (compute is not float16)."
         remedy = "Use compression.gradient_reduce=bfloat16, or precision.loss_scale.enabled=true."
         problems.append(Problem("compression.gradient_reduce", reason, remedy))
     settings = plan.extensions.get(EXTENSION)
-    if settings is not None and settings.feedback and scaled:
+    if settings is not None and settings.feedback and scaled and not settings.traffic:
         reason = "errors are kept in units of the loss scale, which changes from step to step."
         problems.append(
             Problem("compression.error_feedback", reason, "Use precision=bf16 or fp32, or compression.error_feedback=false.")
         )
-    if wire.format in NEEDS_FEEDBACK and config.error_feedback is False:
+    if (wire.format in NEEDS_FEEDBACK or (settings and settings.traffic)) and config.error_feedback is False:
         reason = f"{wire.format} loses most of each message; without error feedback training does not converge."
         problems.append(Problem("compression.error_feedback", reason, "Leave it out, or use compression.gradient_reduce=int8."))
+    problems += _check_thin(plan, draft)
     if not 0 <= config.warmup < 1:
         problems.append(Problem("compression.warmup", f"{config.warmup} is no share of train.steps.", "Use 0 or more, below 1."))
     if config.node_ranks is not None and config.node_ranks < 1:
@@ -129,16 +188,63 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     return problems
 
 
+def _check_thin(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """What PowerSGD and top-k can't do."""
+    config, wire, problems = draft.config.compression, plan.collectives.gradient_reduce, []
+    if config.rank < 1:
+        problems.append(Problem("compression.rank", f"{config.rank} is no rank of a matrix.", "Use 1 or more."))
+    if not 0 < config.density <= 1:
+        problems.append(
+            Problem("compression.density", f"{config.density} is no share of the elements.", "Use more than 0, at most 1.")
+        )
+    if wire.format != "powersgd":
+        return problems
+    layout, cut = plan.layout, plan.placement.optimizer
+    copies = layout.size(tuple(a for a in GRADIENT_AXES if a not in cut))
+    narrower = any(
+        0 < layout.size(axes) < layout.size(cut) for axes in (plan.placement.parameters, plan.placement.gradients) if axes
+    )
+    if wire.algorithm == "hierarchical" or (layout.size(cut) > 1 and (copies > 1 or narrower)):
+        reason = "powersgd sums whole matrices over all data ranks at once; here gradients are summed level by level, in parts of matrices."
+        remedy = "Use compression.algorithm=flat and zero.stage 0 to 3, or another format."
+        problems.append(Problem("compression.gradient_reduce", reason, remedy))
+    return problems
+
+
+def _check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
+    """What update rules that say what travels can't be combined with."""
+    settings = plan.extensions.get(EXTENSION)
+    if settings is None or not settings.traffic:
+        return []
+    name, wire, problems = _ruled(draft), plan.collectives.gradient_reduce.format, []
+    if plan.precision.loss_scale is not None:
+        reason = f"{name} keeps errors and momentum in units of the loss scale, which changes from step to step."
+        problems.append(Problem("optimizer.name", reason, "Use precision=bf16 or fp32."))
+    if wire in CASTS and wire != "native":
+        reason = f"{name} sends few bits with error feedback, and {wire} is a plain cast."
+        problems.append(Problem("compression.gradient_reduce", reason, f"Leave it out, or use one of {', '.join(BLOCKS)}."))
+    if any(t.momentum is not None for t in settings.traffic) and draft.config.train.grad_clip > 0:
+        reason = (
+            f"after its warm-up {name} sends momentum: the norm of the gradient, by which it would be clipped, is known nowhere."
+        )
+        problems.append(Problem("train.grad_clip", reason, "Set train.grad_clip=0."))
+    return problems
+
+
 @hookimpl
 def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
-    """Memory of the errors."""
+    """Memory of what is kept between messages."""
     settings = plan.extensions.get(EXTENSION)
-    if settings is None or not settings.feedback:
+    if settings is None:
         return []
-    layout = plan.layout
+    layout, costs = plan.layout, []
     numel = draft.model.trainable // (layout.pipeline * layout.tensor)
-    if plan.collectives.gradient_reduce.algorithm == "hierarchical":
-        numel //= settings.node_ranks
-    shared = layout.size(tuple(a for a in AXES if a in GRADIENT_AXES and a not in plan.placement.optimizer))
-    owner = numel // layout.size(plan.placement.optimizer) // shared if shared > 1 else 0
-    return [Cost("optimizer", "errors of compression", 4 * (numel + owner))]
+    if any(t.momentum is not None for t in settings.traffic):
+        costs.append(Cost("optimizer", "momentum of a rank's own gradients", 4 * numel))
+    if settings.feedback:
+        if plan.collectives.gradient_reduce.algorithm == "hierarchical":
+            numel //= settings.node_ranks
+        shared = layout.size(tuple(a for a in AXES if a in GRADIENT_AXES and a not in plan.placement.optimizer))
+        owner = numel // layout.size(plan.placement.optimizer) // shared if shared > 1 else 0
+        costs.append(Cost("optimizer", "errors of compression", 4 * (numel + owner)))
+    return costs

@@ -54,5 +54,5 @@ def test_lines_are_wrapped_but_paths_stay_whole():
 
 def test_our_own_are_listed_with_their_groups():
     text = render(Registry.load().describe(), width=1000)
-    for words in ("options zero=", "slots   model=", "plan    layout schedule", "config  tracker.*"):
+    for words in ("options zero=", " model=gpt", "plan    layout schedule", "config  tracker.*"):
         assert words in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from partita.plan.plan import Collectives, Wire
-from partita_compression.settings import Settings
+from partita_compression.settings import Settings, Traffic
 
 
 def test_native_by_default(plan_of):
@@ -62,10 +62,19 @@ def test_refused(plan_of, overrides, key, words):
     assert found.key == key and words in found.reason
 
 
-def test_stored_weights_are_not_rounded(plan_of):
-    planned = plan_of(launch__ranks=2, zero__stage=2, compression__parameter_gather="int8")
+def test_weights_that_every_rank_updates_are_not_gathered(plan_of):
+    planned = plan_of(launch__ranks=2, zero__stage=0, compression__parameter_gather="int8")
     (line,) = planned.manifest.differences()
-    assert (line.key, line.got) == ("compression.parameter_gather", "native") and "zero.stage=3" in line.reason
+    assert (line.key, line.got) == ("compression.parameter_gather", "native") and "nothing is gathered" in line.reason
+
+
+def test_exact_weights_stand_beside_rounded_ones(plan_of):
+    """Where the gathered weights stay, a rank's shard is kept a second time."""
+    plain, rounded = (plan_of(launch__ranks=2, zero__stage=2, compression__parameter_gather=f) for f in ("native", "int8"))
+    more = rounded.draft.state_bytes(rounded.plan)["optimizer"] - plain.draft.state_bytes(plain.plan)["optimizer"]
+    assert more == plain.draft.state_bytes(plain.plan)["gradients"]  # those of a shard, in float32 too
+    cut = plan_of(launch__ranks=2, zero__stage=3, compression__parameter_gather="int8")
+    assert cut.draft.state_bytes(cut.plan)["optimizer"] == plain.draft.state_bytes(plain.plan)["optimizer"]
 
 
 def test_warmup_is_a_share_of_the_run(plan_of):
@@ -83,3 +92,39 @@ def test_one_level_is_flat(plan_of):
 def test_options_without_a_use_are_told(plan_of):
     planned = plan_of(launch__ranks=2, compression__error_feedback=True, compression__warmup=0.1)
     assert {line.key for line in planned.manifest.differences()} == {"compression.error_feedback", "compression.warmup"}
+
+
+def test_rules_that_send_few_bits_say_what_travels(plan_of):
+    """The plan of the tests' own rules has none of ours: they are built from their config node."""
+    from partita.config.compose import compose_config, registry_for
+    from partita.plan.make import make_plan
+
+    def problems(*overrides):
+        planned = make_plan(compose_config(["parallel.data=2", *overrides])[0], registry_for(()))
+        return planned.plan, {p.key: p.reason for p in planned.problems}
+
+    plan, found = problems("+strategy=onebit_adam", "train.steps=50", "zero.stage=3")
+    assert not found and plan.collectives.gradient_reduce.format == "onebit"
+    assert plan.extensions["compression"].traffic == (Traffic(10, 0.9),) and plan.extensions["compression"].feedback
+    plan, found = problems("optimizer=zero_one_adam", "compression=int8", "train.steps=50")
+    assert not found and plan.collectives.gradient_reduce.format == "int8"
+    assert plan.extensions["compression"].traffic == (Traffic(25, None, 16),)
+    _, found = problems("optimizer=onebit_adam", "precision=fp16", "compression.error_feedback=false")
+    assert {"train.grad_clip", "optimizer.name", "compression.error_feedback"} <= set(found)
+    _, found = problems("+strategy=onebit_lamb", "parallel=tensor")
+    assert "needs whole tensors" in found["optimizer.name"]
+    _, found = problems("optimizer=adamw", "+optimizer.options.freeze_step=3")
+    assert found == {"optimizer.options.freeze_step": "the update rule 'adamw' has no such option."}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ({"compression__gradient_reduce": "powersgd", "zero__preset": "hsdp", "parallel__replicate": 2, "parallel__shard": 2}, "gradient_reduce"),
+        ({"compression__rank": 0}, "rank"),
+        ({"compression__density": 0.0}, "density"),
+    ],
+)  # fmt: skip
+def test_what_thin_messages_cannot_do(plan_of, overrides, key):
+    found = plan_of(launch__ranks=4 if "parallel__shard" in overrides else 2, **overrides).problems
+    assert f"compression.{key}" in {p.key for p in found}

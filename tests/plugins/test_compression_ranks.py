@@ -9,108 +9,41 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "distributed"), str(ROOT / "state"), str(ROOT / "train")]
+sys.path.insert(0, str(Path(__file__).parent))
 
-import commands
+import compression_runs
 import engine_runs
+from compression_runs import EVERY, PART, Case, Outcome
 from pool import run_ranks
 
-from partita.plan.plan import Collectives, Layout, Plan, Wire
-from partita.runtime.collectives import CollectiveContext
-from partita.runtime.mesh import Mesh
-from partita.runtime.transport import LoggedTransport
-from partita.state.engine import StateEngine
-from partita_compression.exchange import Exchange, gather
-from partita_compression.formats import FORMATS
-from partita_compression.provider import CompressedCollectives
-from partita_compression.settings import EXTENSION, Settings
+from partita_compression.settings import Settings
 
-PART, STEPS = 320, 30  # 320 is no multiple of a block
+OFF = {"int8": 0.01, "int4": 0.1, "fp8": 0.02, "onebit": 0.6, "topk": 0.6}
 
 
-def _mesh(rank: int, world: int, **axes: int) -> Mesh:
-    return Mesh(Layout(**(axes or {"shard": world})), rank, torch.device("cpu"))
-
-
-def _gradient(rank: int, step: int, n: int) -> torch.Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + rank)
-
-
-def sum_with_feedback(rank: int, world: int, format: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """(sum of all outputs plus what errors still hold, sum of all true sums, relative error of the sum without the errors)."""
-    mesh = _mesh(rank, world)
-    group = mesh.group(("shard",))
-    exchange = Exchange(FORMATS[format], group, PART * world, LoggedTransport(), mesh.device, feedback=True, shared=False)
-    total, true, output = torch.zeros(PART), torch.zeros(PART), torch.empty(PART)
-    mine = slice(rank * PART, (rank + 1) * PART)
-    for step in range(STEPS):
-        exchange.reduce_scatter(output, _gradient(rank, step, PART * world), accumulate=False).wait()
-        total += output
-        true += sum(_gradient(r, step, PART * world)[mine] for r in range(world))
-    held = exchange.errors["sender"].clone()
-    torch.distributed.all_reduce(held)
-    return total + held[mine], true, float((total - true).norm() / true.norm())
-
-
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8", "onebit"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_errors_hold_exactly_what_has_not_arrived(format: str, world: int) -> None:
-    for got, want, off in run_ranks(world, sum_with_feedback, format):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-        assert off < {"int8": 0.01, "int4": 0.1, "fp8": 0.02, "onebit": 0.6}[format]
-
-
-def sum_everywhere(rank: int, world: int, format: str, feedback: bool, n: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    mesh, transport = _mesh(rank, world), LoggedTransport()
-    group = mesh.group(("shard",))
-    exchange = Exchange(FORMATS[format], group, n, transport, mesh.device, feedback=feedback, shared=True)
-    buffer = _gradient(rank, 0, n)
-    exchange.all_reduce(buffer).wait()
-    return buffer, sum(_gradient(r, 0, n) for r in range(world)), transport.take()["gradient_reduce"].bytes
-
-
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("n", [64 * 4, 1000, 5])
-def test_a_sum_is_the_same_to_the_bit_on_all_ranks(n: int, feedback: bool) -> None:
-    got = run_ranks(4, sum_everywhere, "int8", feedback, n)
-    for buffer, want, sent in got:
-        assert torch.equal(buffer, got[0][0])
-        assert (buffer - want).norm() / want.norm() < 0.02
-        part = -(-n // 256) * 64
-        assert sent == 2 * 3 * (part + 4 * -(-part // 256))  # to three others, to be summed and then the sum
-
-
-def not_finite(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mesh = _mesh(rank, world)
-    exchange = Exchange(FORMATS["int8"], mesh.group(("shard",)), 512, LoggedTransport(), mesh.device, feedback=True, shared=True)
-    first, second = torch.ones(512), torch.ones(512)
-    if rank == 1:
-        first[7] = float("inf")
-    exchange.all_reduce(first).wait()
-    exchange.all_reduce(second).wait()
-    return first, second
-
-
-def test_a_message_that_is_not_finite_is_seen_and_leaves_no_trace() -> None:
-    for first, second in run_ranks(2, not_finite):
-        assert not first.isfinite().all()
-        torch.testing.assert_close(second, torch.full((512,), 2.0), rtol=0.02, atol=0)
-
-
-def gathered(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    mesh, transport = _mesh(rank, world), LoggedTransport()
-    true = torch.randn(world * PART, generator=torch.Generator().manual_seed(3))
-    whole = torch.zeros_like(true)
-    whole.view(world, -1)[rank] = true.view(world, -1)[rank]
-    gather(FORMATS["int8"], transport, whole, mesh.group(("shard",))).wait()
-    return whole, true, transport.take()["parameter_gather"].bytes
-
-
-def test_gathered_weights_are_the_same_on_all_ranks() -> None:
-    got = run_ranks(4, gathered)
-    for whole, true, sent in got:
-        assert torch.equal(whole, got[0][0])
+def test_messages() -> None:
+    """Everything that needs no engine, in one start of four ranks."""
+    got = run_ranks(4, compression_runs.messages)
+    for name in EVERY:
+        for total, true, off in (rank[f"feedback {name}"] for rank in got):  # errors hold exactly what has not arrived
+            torch.testing.assert_close(total, true, rtol=1e-4, atol=2e-3)
+            assert off < OFF[name]
+    for n in (64 * 4, 1000, 5):
+        for feedback in (False, True):
+            for rank in got:
+                buffer, want, sent = rank[f"everywhere {n} {feedback}"]
+                assert torch.equal(buffer, got[0][f"everywhere {n} {feedback}"][0])
+                assert (buffer - want).norm() / want.norm() < 0.02
+                part = -(-n // 256) * 64
+                assert sent == 2 * 3 * (part + 4 * -(-part // 256))  # to three others, to be summed and then the sum
+    for rank in got:
+        for name, (first, second) in rank["not finite"].items():  # it is seen, and leaves no trace
+            assert not first.isfinite().all(), name
+            assert second.isfinite().all(), name
+            if name != "topk":
+                torch.testing.assert_close(second, torch.full((512,), 4.0), rtol=0.05, atol=0)
+        whole, true, sent = rank["gathered"]
+        assert torch.equal(whole, got[0]["gathered"][0])
         assert (whole - true).norm() / true.norm() < 0.01
         assert sent == 3 * (PART + 8)
 
@@ -118,72 +51,197 @@ def test_gathered_weights_are_the_same_on_all_ranks() -> None:
 # ------------------------------------------------------------------ under the engine
 
 
-def train(rank: int, world: int, placement: str, wires: dict[str, Wire], settings: Settings, replicate: int = 1) -> Any:
-    """(losses, bytes of gradients sent in the last update, whole weights)."""
-    plan = engine_runs.make_plan(world, placement, micro_batches=2, replicate=replicate)
-    plan = Plan(
-        layout=plan.layout, placement=plan.placement, schedule=plan.schedule,
-        collectives=Collectives(**wires, provider="compressed"), extensions={EXTENSION: settings},
-    )  # fmt: skip
-    mesh, transport = Mesh(plan.layout, rank, torch.device("cpu")), LoggedTransport()
-    collectives = CompressedCollectives(CollectiveContext(mesh, plan, transport))
-    config = engine_runs.optimizer_config("sgd")
-    engine = StateEngine(engine_runs.Model(), plan, mesh, config, engine_runs.make_sgd(config), collectives)
-    engine.materialize()
-    losses, sent = [], {}
-    for n in range(10):
-        losses.append(engine_runs.step(engine, n, 16, rank, config.lr, 0.0)[0])
-        sent = transport.take()
-    weights = {b.name: engine.full_tensor(b.name) for b in engine.bindings}
-    with engine.full_parameters():
-        copies = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
-    return losses, {k: v.bytes for k, v in sent.items()}, weights, copies
+FEEDBACK = Settings(feedback=True, node_ranks=2)
+PLACEMENTS = list(engine_runs.PLACEMENTS)
+ONEBIT = Case("gradients", format="onebit", settings=Settings(warmup=5, feedback=True))
+LOW = Settings(warmup=1, feedback=True, rank=2)
+FEW: dict[str, Case] = {  # methods whose losses stay near those of their reference, and how near
+    "topk": Case("optimizer", format="topk", settings=Settings(warmup=1, feedback=True, density=0.25)),
+    "powersgd whole": Case("replicated", format="powersgd", settings=LOW),
+    "powersgd cut": Case("optimizer", format="powersgd", settings=LOW),
+    "powersgd every part": Case("parameters", format="powersgd", settings=LOW),
+}
+CASES: dict[str, Case] = {
+    **{f"plain {p}": Case(p, format="none") for p in PLACEMENTS},
+    **{f"int8 {p}": Case(p, format="int8", settings=FEEDBACK) for p in PLACEMENTS},
+    **{f"rounded {p}": Case(p, gather="int8") for p in PLACEMENTS[1:]},
+    "onebit": ONEBIT,
+    **FEW,
+    **{f"adamw {p}": Case(p, "adamw", "none") for p in PLACEMENTS},
+    "lamb": Case(format="none", rule="lamb"),
+    **{f"momentum {p}": Case(p, "onebit_adam") for p in PLACEMENTS},  # sent as it is
+    **{f"onebit_adam {p}": Case(p, "onebit_adam", "onebit", settings=FEEDBACK) for p in PLACEMENTS},
+    "zero_one_adam": Case("gradients", "zero_one_adam", "onebit", settings=FEEDBACK),
+    "onebit_lamb": Case("replicated", "onebit_lamb", "onebit", settings=FEEDBACK),
+    "skipped": Case("gradients", "onebit_adam", "onebit", settings=FEEDBACK, spoil=6),
+}  # fmt: skip
 
 
-PLAIN = Settings(node_ranks=2)
-INT8 = {"gradient_reduce": Wire(format="int8")}
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[Outcome]]:
+    """All trainings of two ranks, in one start."""
+    got = run_ranks(2, compression_runs.train_all, list(CASES.values()), timeout=150)
+    return {name: [rank[i] for rank in got] for i, name in enumerate(CASES)}
 
 
-@pytest.mark.parametrize("placement", list(engine_runs.PLACEMENTS))
-def test_int8_gradients_train_as_float32_does_at_every_stage(placement: str) -> None:
-    want = run_ranks(2, engine_runs.run, placement, "sgd", 10, 16, 0.0, kwargs={"micro_batches": 2})[0]
-    for got in run_ranks(2, train, placement, INT8, Settings(feedback=True)):
-        torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), rtol=5e-3, atol=0)
-        for name, value in got[3].items():
-            assert torch.equal(value, got[2][name]), name
+def near(got: list[Outcome], want: list[Outcome], bound: float) -> None:
+    """Losses of all ranks."""
+    for outcome in got:
+        torch.testing.assert_close(torch.tensor(outcome.losses), torch.tensor(want[0].losses), rtol=bound, atol=0)
 
 
-@pytest.mark.parametrize("placement", ["replicated", "gradients", "parameters"])
-def test_two_levels_give_the_sums_of_one(placement: str) -> None:
-    want = run_ranks(4, engine_runs.run, placement, "sgd", 10, 16, 0.0, kwargs={"micro_batches": 2})[0]
-    wires = {"gradient_reduce": Wire(algorithm="hierarchical")}
-    for got in run_ranks(4, train, placement, wires, PLAIN):
-        torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(want[0]), rtol=1e-5, atol=0)
+def ends_near(got: list[Outcome], want: list[Outcome], bound: float) -> None:
+    """The last three losses: single messages in few bits are far off, and their sums are not."""
+    assert sum(got[0].losses[-3:]) == pytest.approx(sum(want[0].losses[-3:]), rel=bound)
 
 
-def test_the_slow_level_alone_is_compressed() -> None:
+def same_weights(got: list[Outcome]) -> None:
+    """Compute reads the exact weights, the same on all ranks."""
+    for outcome in got:
+        for name, value in outcome.read.items():
+            assert torch.equal(value, outcome.weights[name]), name
+            assert torch.equal(value, got[0].read[name]), name
+
+
+def test_int8_gradients_train_as_float32_does_at_every_stage(trained) -> None:
+    for p in PLACEMENTS:
+        near(trained[f"int8 {p}"], trained["plain replicated"], 5e-3)
+        same_weights(trained[f"int8 {p}"])
+
+
+def test_rounded_weights_are_the_same_everywhere_and_exact_ones_stay(trained) -> None:
+    for p in PLACEMENTS[1:]:
+        got = trained[f"rounded {p}"]
+        near(got, trained["plain replicated"], 3e-2)
+        for outcome in got:
+            assert all(torch.equal(v, got[0].read[n]) for n, v in outcome.read.items())
+            off = max(float((v - outcome.weights[n]).abs().max()) for n, v in outcome.read.items() if v.numel())
+            assert 0 < off < 0.05
+
+
+def test_warm_up_is_native_to_the_bit(trained) -> None:
+    native, warm = trained["plain gradients"][0].losses, trained["onebit"][0]
+    assert warm.losses[:6] == native[:6]  # the loss of an update is that before it
+    assert warm.losses[7:] != native[7:]
+    assert warm.sent["gradient_reduce"] < 0.1 * trained["int8 gradients"][0].sent["gradient_reduce"] * 4
+
+
+def test_few_numbers_with_feedback_stay_near(trained) -> None:
+    for name in FEW:
+        ends_near(trained[name], trained["plain replicated"], 5e-2)
+        same_weights(trained[name])
+        assert trained[name][0].losses[3:] != trained["plain replicated"][0].losses[3:]
+
+
+def test_before_the_freeze_the_rules_are_the_plain_ones_to_the_bit(trained) -> None:
+    for p in PLACEMENTS:
+        few, plain = trained[f"onebit_adam {p}"][0].losses, trained[f"adamw {p}"][0].losses
+        assert few[:5] == plain[:5] and few[6:] != plain[6:], p
+    assert trained["zero_one_adam"][0].losses[:5] == trained["adamw gradients"][0].losses[:5]
+    assert trained["onebit_lamb"][0].losses[:5] == trained["lamb"][0].losses[:5]
+
+
+def test_the_momenta_of_the_ranks_add_up(trained) -> None:
+    """Without losses on the wire every stage trains alike, micro-batches that are reduced one by one too."""
+    for p in PLACEMENTS[1:]:
+        near(trained[f"momentum {p}"], trained["momentum replicated"], 2e-3)
+
+
+def test_few_bit_optimizers_stay_near(trained) -> None:
+    for p in PLACEMENTS:
+        ends_near(trained[f"onebit_adam {p}"], trained["momentum replicated"], 0.2)
+        same_weights(trained[f"onebit_adam {p}"])
+    ends_near(trained["zero_one_adam"], trained["adamw replicated"], 0.1)
+    ends_near(trained["onebit_lamb"], trained["lamb"], 0.1)
+    same_weights(trained["onebit_lamb"])
+
+
+def test_a_skipped_update_leaves_nothing_that_is_no_number(trained) -> None:
+    for outcome in trained["skipped"]:
+        assert outcome.norms[6] != outcome.norms[6]
+        assert all(x == x for x in outcome.norms[7:])
+        assert all(v.isfinite().all() for v in outcome.weights.values())
+
+
+# ------------------------------------------------------------------ two levels
+
+
+INT8 = "int8"
+LEVELS: dict[str, Case] = {
+    "plain": Case(format="none"),
+    **{f"two {p}": Case(p, hierarchical=True) for p in ("replicated", "gradients", "parameters")},
+    **{f"two int8 {p}": Case(p, format=INT8, hierarchical=True, settings=FEEDBACK) for p in ("replicated", "parameters")},
+    "hybrid native": Case("parameters", replicate=2),
+    "hybrid slow": Case("parameters", format=INT8, settings=Settings(slow_only=True, node_ranks=2), replicate=2),
+    "hybrid all": Case("parameters", format=INT8, replicate=2),
+    "zero3": Case("parameters", micro_batches=1),
+    "zeropp": Case("hpz", format=INT8, gather=INT8, settings=FEEDBACK, replicate=2, micro_batches=1),
+    "zeropp int4": Case("hpz", format="int4", gather=INT8, settings=FEEDBACK, replicate=2, micro_batches=1),
+    "zeropp two": Case("hpz", format=INT8, gather=INT8, settings=FEEDBACK, replicate=2, micro_batches=2),
+    "hfsdp": Case("hfsdp", format=INT8, settings=FEEDBACK, replicate=2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def levels() -> dict[str, list[Outcome]]:
+    """All trainings of four ranks, in one start."""
+    got = run_ranks(4, compression_runs.train_all, list(LEVELS.values()), timeout=150)
+    return {name: [rank[i] for rank in got] for i, name in enumerate(LEVELS)}
+
+
+def test_two_levels_give_the_sums_of_one(levels) -> None:
+    for p in ("replicated", "gradients", "parameters"):
+        near(levels[f"two {p}"], levels["plain"], 1e-5)
+    for p in ("replicated", "parameters"):
+        near(levels[f"two int8 {p}"], levels["plain"], 5e-3)
+        same_weights(levels[f"two int8 {p}"])
+
+
+def test_the_slow_level_alone_is_compressed(levels) -> None:
     """Hybrid sharding, 2 nodes of 2: scattered natively inside, int8 between the replicas."""
-    native = run_ranks(4, train, "parameters", {}, PLAIN, 2)[0]
-    slow = run_ranks(4, train, "parameters", INT8, Settings(slow_only=True, node_ranks=2), 2)[0]
-    every = run_ranks(4, train, "parameters", INT8, PLAIN, 2)[0]
-    assert every[1]["gradient_reduce"] < slow[1]["gradient_reduce"] < native[1]["gradient_reduce"]
-    torch.testing.assert_close(torch.tensor(slow[0]), torch.tensor(native[0]), rtol=5e-3, atol=0)
+    native, slow, every = (levels[f"hybrid {x}"][0] for x in ("native", "slow", "all"))
+    assert every.sent["gradient_reduce"] < slow.sent["gradient_reduce"] < native.sent["gradient_reduce"]
+    near(levels["hybrid slow"], levels["hybrid native"], 5e-3)
 
 
-def test_warm_up_is_native_to_the_bit() -> None:
-    native = run_ranks(2, train, "gradients", {}, PLAIN)[0]
-    warm = run_ranks(2, train, "gradients", {"gradient_reduce": Wire(format="onebit")}, Settings(warmup=5, feedback=True))[0]
-    assert warm[0][:6] == native[0][:6]  # the loss of an update is that before it
-    assert warm[0][7:] != native[0][7:]
-    assert warm[1]["gradient_reduce"] < 0.1 * native[1]["gradient_reduce"]
+def test_zeropp_sends_a_quarter_of_zero3(levels) -> None:
+    """Of everything that a rank sends in an update, inside nodes as well; 4-bit gradients, and more micro-batches, send less."""
+    total = {name: sum(levels[name][0].sent.values()) for name in ("zero3", "zeropp", "zeropp int4")}
+    assert total["zeropp"] <= 0.27 * total["zero3"]
+    assert total["zeropp int4"] < 0.9 * total["zeropp"]
+    for name in ("zeropp", "zeropp int4", "zeropp two"):
+        near(levels[name], levels["plain"], 3e-2)
+        assert all(torch.equal(v, levels[name][0].read[n]) for o in levels[name] for n, v in o.read.items())
+    near(levels["hfsdp"], levels["plain"], 5e-3)
 
 
-def test_errors_are_resumed(tmp_path: Path) -> None:
-    """Through the command line: bit for bit in the same layout; elsewhere they start at nothing, and the run goes on."""
-    base = ("compression=onebit", "compression.warmup=0", "zero.stage=2", "parallel.data=2", "lr_schedule=constant")
-    commands.train(tmp_path / "whole", *base, "train.save_every=6", "train.keep=5")
-    commands.train(tmp_path / "again", *base, f"train.resume={tmp_path}/whole/checkpoints/step-00000006")
-    assert commands.column(tmp_path / "again", "loss") == commands.column(tmp_path / "whole", "loss")[6:]
-    other = (*base[:3], "parallel.data=1", base[4], f"train.resume={tmp_path}/whole/checkpoints/step-00000006")
-    commands.train(tmp_path / "other", *other)
-    assert len(commands.column(tmp_path / "other", "loss")) == 6
+# ------------------------------------------------------------------ another number of ranks
+
+
+def test_what_ranks_keep_is_taken_over_by_any_layout(tmp_path: Path) -> None:
+    """Errors and momentum: bit for bit in the same layout, in others their sum over the ranks."""
+    source = Case("replicated", "onebit_adam", "onebit", settings=FEEDBACK, replicate=1)
+    want, losses = run_ranks(4, compression_runs.write, source, tmp_path)[0]
+    others = [Case(p, "onebit_adam", "onebit", settings=FEEDBACK, hierarchical=h, replicate=r) for p, h, r in (
+        ("replicated", False, 1), ("replicated", True, 1), ("gradients", True, 1), ("parameters", False, 2), ("hpz", False, 2),
+    )]  # fmt: skip
+    four = run_ranks(4, compression_runs.read, others, tmp_path)[0]
+    assert four[0][1] == losses
+    two = run_ranks(
+        2, compression_runs.read, [Case(p, "onebit_adam", "onebit", settings=FEEDBACK) for p in PLACEMENTS], tmp_path
+    )[0]
+    for sums, after in [*four, *two]:
+        check_sums(sums, want)
+        torch.testing.assert_close(torch.tensor(after), torch.tensor(losses), rtol=0.15, atol=0)
+    ((alone, _),) = run_ranks(1, compression_runs.read, [Case("replicated", "onebit_adam", "native")], tmp_path)[0]
+    for (kind, name), total in alone.items():
+        torch.testing.assert_close(
+            total, want[kind, name] if kind == "momentum" else torch.zeros_like(total), rtol=1e-5, atol=1e-7
+        )
+
+
+def check_sums(sums: dict[Any, torch.Tensor], want: dict[Any, torch.Tensor]) -> None:
+    """What ranks keep, summed."""
+    assert any(float(v.abs().max()) > 0 for (kind, _), v in want.items() if kind == "error" and v.numel())
+    for key, total in sums.items():
+        torch.testing.assert_close(total, want[key], rtol=1e-5, atol=1e-7)

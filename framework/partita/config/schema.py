@@ -109,6 +109,8 @@ class OptimizerConfig:
     nesterov: bool = False  # SGD, Muon
     decay_1d: bool = False  # weight decay on vectors (biases, norms) too
     groups: list[OptimizerGroup] = field(default_factory=list)
+    # for the rule's provider, which checks them; each must be one that a rule of this node takes
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import MEMORY, memory_total
 from partita.plan.memory import words
@@ -137,6 +138,7 @@ def check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
     from partita.state.layout import assign_groups  # torch is imported only where a plan is made
     from partita.state.optimizers import rule_reason
 
+    problems = _check_options(draft)
     trained: list[Any] = [p for p in draft.model.parameters if p.trainable]
     index, groups = assign_groups(trained, draft.config.optimizer)
     cut = plan.layout.tensor > 1 or plan.layout.expert > 1
@@ -146,12 +148,20 @@ def check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
         if reason:
             found.setdefault(reason, []).append(p.name)
     remedy = "Choose another rule, or give these parameters one: optimizer.groups=[{match: [PATTERN], optimizer: adamw}]."
-    return [
+    return problems + [
         Problem(
             "optimizer.name", f"{reason} ({len(names)} parameters: {', '.join(names[:3])}{', ...' * (len(names) > 3)}).", remedy
         )
         for reason, names in found.items()
     ]
+
+
+def _check_options(draft: PlanDraft) -> list[Problem]:
+    """Options that no update rule of the run takes."""
+    known = sorted({name for rule in draft.rules for name in getattr(rule, "options", ())})
+    remedy = lambda name: did_you_mean(name, known).capitalize() if known else "Leave it out."  # noqa: E731
+    reason = f"the update rule {draft.config.optimizer.name!r} has no such option."
+    return [Problem(f"optimizer.options.{n}", reason, remedy(n)) for n in draft.config.optimizer.options if n not in known]
 
 
 # ------------------------------------------------------------------ memory

@@ -69,8 +69,8 @@ def communication_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
     """What the data axes send in one step: each bucket once for each reduction or gather, by rings."""
     layout, placement, schedule = plan.layout, plan.placement, plan.schedule
     share = layout.pipeline * layout.tensor
-    weights = draft.model.numel * size_of(plan.precision.compute) // share
-    gradients = draft.model.trainable * _wire_size(plan.collectives.gradient_reduce, plan.precision.reduce) // share
+    weights = int(draft.model.numel * _wire_size(plan.collectives.parameter_gather, plan.precision.compute)) // share
+    gradients = int(draft.model.trainable * _wire_size(plan.collectives.gradient_reduce, plan.precision.reduce)) // share
     cut, rest = placement.optimizer, tuple(a for a in GRADIENT_AXES if a not in placement.optimizer)
     stored = layout.size(placement.parameters)
     times = schedule.micro_batches if placement.gradients else 1
@@ -98,10 +98,11 @@ def _in_buckets(
     )
 
 
-def _wire_size(wire: Wire, native: str) -> int:
-    """Bytes of an element on the wire; formats below 8 bits count as one byte with their scales."""
-    name = native if wire.format == "native" else wire.format
-    return 1 if name in ("int8", "onebit") else size_of(name)
+def _wire_size(wire: Wire, native: str) -> float:
+    """Bytes of an element on the wire."""
+    if wire.size is not None:
+        return wire.size
+    return size_of(native if wire.format == "native" else wire.format)
 
 
 # ------------------------------------------------------------------ the whole step

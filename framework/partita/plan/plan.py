@@ -143,10 +143,14 @@ class Activations:
 
 @dataclass(frozen=True)
 class Wire:
-    """How one collective travels: `algorithm` (flat, hierarchical) and `format` (native, bfloat16, float16, ...)."""
+    """How one collective travels: `algorithm` (flat, hierarchical) and `format` (native, bfloat16, float16, ...).
+
+    size: bytes of an element on the wire, where the format is no dtype.
+    """
 
     algorithm: str = "flat"
     format: str = "native"
+    size: float | None = None
 
 
 @dataclass(frozen=True)

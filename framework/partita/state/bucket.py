@@ -132,7 +132,7 @@ class Bucket:
         self.partial: torch.Tensor | None = None  # summed over fewer ranks than share the optimizer
         self._stows = layout.trainable and homes.leaves("gradients")
         if layout.trainable:
-            self.arrays["master"] = homes.array("optimizer", n, master) if compute != master else parameter
+            self.arrays["master"] = homes.array("optimizer", n, master) if state.separate_master(layout) else parameter
             self.arrays |= {
                 k: homes.array("optimizer", state.state_numel(layout, f), dtype_of(f.dtype or ""))
                 for k, f in self.formats.items()

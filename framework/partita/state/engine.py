@@ -523,6 +523,7 @@ class StateEngine:
         self.settle()
         out: list[StateSlice] = []
         for bucket in self.buckets:
+            out += bucket.wire_slices()
             if not self._copies.owns(bucket):
                 continue
             copy, copies = bucket.groups.copy, bucket.groups.copies  # they share the work of saving
@@ -531,7 +532,6 @@ class StateEngine:
                 b = lo + (hi - lo) * (copy + 1) // copies
                 if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
                     out += slices_of(bucket, s, a, b)
-            out += bucket.wire_slices()
         if not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline"):
             for name, tensor in self._saved_buffers():
                 if self.stages is not None and name not in self.stages.buffers:

@@ -226,6 +226,7 @@ class StateLayout:
     accumulates: bool  # several micro-batches are summed before the reduction
     rules: tuple[RuleLayout, ...] = ()
     tiers: Tiers = field(default_factory=Tiers)
+    rounded: bool = False  # gathered weights are not the exact ones
 
     def states_of(self, bucket: BucketLayout) -> Mapping[str, State]:
         """The states that the update rule of a bucket keeps."""
@@ -238,10 +239,13 @@ class StateLayout:
         made = state.shape
         return max(sum(math.prod(made(s.shape)) for s, _, _ in bucket.owned(i)) for i in range(bucket.shards))
 
-    @property
-    def separate_master(self) -> bool:
-        """Whether the optimizer updates a copy of its own instead of the weights that compute reads."""
-        return self.precision.master != self.precision.compute
+    def separate_master(self, bucket: BucketLayout) -> bool:
+        """Whether the optimizer updates a copy of its own instead of the weights that compute reads.
+
+        Weights that are rounded on the wire are no exact ones where they stay after they have been gathered.
+        """
+        stay = bucket.shards > self._ranks(bucket, self.placement_of(bucket).parameters)
+        return self.precision.master != self.precision.compute or (self.rounded and stay)
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -285,7 +289,7 @@ class StateLayout:
             yield "parameters", b.padded // self._ranks(b, placement.parameters), compute, bool(placement.parameters)
             if not b.trainable:
                 continue
-            if self.separate_master:
+            if self.separate_master(b):
                 yield "optimizer", b.shard, master, True
             for state in self.states_of(b).values():
                 yield "optimizer", self.state_numel(b, state), size_of(state.dtype or ""), True
@@ -336,7 +340,10 @@ def build_layout(spec: Any, plan: Plan, rules: Sequence[RuleLayout], optimizer: 
         placement = Placement(parameters=placement.parameters if plan.tiers.parameters.place != "accelerator" else ())
     several = plan.schedule.reduce_every > 1 or not placement.gradients
     accumulates = plan.schedule.micro_batches > 1 and several
-    return StateLayout(buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, tuple(rules), plan.tiers)
+    rounded = plan.collectives.parameter_gather.format != "native"
+    return StateLayout(
+        buckets, tuple(groups), placement, plan.precision, plan.layout, accumulates, tuple(rules), plan.tiers, rounded
+    )
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -58,7 +58,9 @@ class Rule(Protocol):
 
     A rule may have more: `policy` (how buckets may be cut: `element` anywhere, the default; `block` between blocks of `BLOCK` elements
     of a parameter; `tensor` between parameters), `per_tensor` (see `Update`), `narrow` (its states may be bfloat16), `formats`, a
-    method that gives a `State` for each name, and `refuses(shape)`, the reason why such a parameter can't be updated, or "".
+    method that gives a `State` for each name, `refuses(shape)`, the reason why such a parameter can't be updated, or "", `options`, the
+    names of `optimizer.options` that its builder reads, and `traffic`, what it wants of the gradients on the wire (whoever provides the
+    collectives says what that may be).
     """
 
     def states(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from partita.errors import CheckpointError, nearest
-from partita.state.slices import StateSlice
+from partita.state.slices import StateSlice, Term
 from partita.train.index import Entry, Index, find_checkpoint, rank_name, read_index, read_rank, readable, shard_name, some
 from partita.train.shards import Piece, read_pieces
 from partita.train.storage import decode, dtype_name
@@ -60,6 +60,12 @@ def load_slices(
         raise _refusal(index, needed)
     usable = [s for s in slices if s.key not in unusable]
     read = fill(index, usable)
+    for s in slices:
+        if s.key in unusable and s.instead is not None:
+            terms = s.instead(index.tensors)
+            read += _add_up(index, s, terms or ())
+            if terms is None or terms:
+                del unusable[s.key]
     report = replace(_report(index, usable, unusable, read), skipped=tuple(sorted(skipped)))
     if unusable:
         log.warning("%s: left untouched: %s", index.path, some([f"{k} ({why})" for k, why in unusable.items()]))
@@ -111,6 +117,18 @@ def fill(index: Index, slices: Sequence[StateSlice]) -> int:
         for rank in sorted(work):
             sums = read_rank(index, rank)["sums"]
             read += read_pieces(index.path / shard_name(rank), index.sizes[rank], sums, work[rank])
+    return read
+
+
+def _add_up(index: Index, wanted: StateSlice, terms: Sequence[Term]) -> int:
+    """Set a slice to the sum of its terms; returns the bytes read."""
+    read = 0
+    wanted.data.zero_()
+    for key, lo, hi, at in terms:
+        entry = index.tensors[key]
+        part = torch.empty(hi - lo, dtype=wanted.data.dtype)
+        read += fill(index, [StateSlice(key, entry.shape, entry.dtype, lo, hi, part)])
+        wanted.data[at : at + hi - lo].add_(part.to(wanted.data.device))
     return read
 
 

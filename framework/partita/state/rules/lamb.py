@@ -26,10 +26,14 @@ class Lamb:
         return ("exp_avg", "exp_avg_sq")
 
     def update(self, update: Update, *, step: int, lr: float, weight_decay: float, scale: torch.Tensor) -> None:
-        """See `Rule`. The direction takes the place of the gradient between the two passes."""
+        """See `Rule`."""
+        move(update, self.ratios(update, step, weight_decay, scale), lr)
+
+    def ratios(self, update: Update, step: int, weight_decay: float, scale: torch.Tensor) -> torch.Tensor:
+        """Bring the moments up to date and put the direction in the place of the gradient; the trust ratio of each tensor: float32 [count]."""
         squares = torch.zeros(2, update.count, dtype=torch.float64, device=scale.device)
         first, root = 1 - self.beta1**step, math.sqrt(1 - self.beta2**step)
-        for p, g, (m, v), _, i, start in pieces(update, self.states(), scale):
+        for p, g, (m, v), _, i, start in pieces(update, ("exp_avg", "exp_avg_sq"), scale):
             m.lerp_(g, 1 - self.beta1)
             v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
             torch.div(m, v.sqrt().div_(root).add_(self.eps).mul_(first), out=g)
@@ -42,11 +46,15 @@ class Lamb:
         assert update.total is not None
         update.total(squares)
         weight, direction = squares.sqrt()
-        ratio = torch.where((weight > 0) & (direction > 0), weight / direction, torch.ones_like(weight)).float()
-        for i, (p, g, copy) in enumerate(zip(update.master, update.gradients, update.copies, strict=True)):
-            p.sub_(g.float() * (ratio[update.tensors[i]] * lr))
-            if copy is not None:
-                copy.copy_(p)
+        return torch.where((weight > 0) & (direction > 0), weight / direction, torch.ones_like(weight)).float()
+
+
+def move(update: Update, ratios: torch.Tensor, lr: float) -> None:
+    """Go along the directions that stand in place of the gradients."""
+    for i, (p, g, copy) in enumerate(zip(update.master, update.gradients, update.copies, strict=True)):
+        p.sub_(g.float() * (ratios[update.tensors[i]] * lr))
+        if copy is not None:
+            copy.copy_(p)
 
 
 def make_lamb(config: Any) -> Rule:

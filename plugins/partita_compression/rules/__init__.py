@@ -1,0 +1,1 @@
+"""Update rules that say what travels for their gradients."""
