@@ -30,7 +30,7 @@ from pool import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 TICK = 0.01  # seconds between looks at what has ended
-PLANNING = ("train.py", "plan.py")  # scripts that make plans, which takes more imports
+PLANNING = ("train.py", "plan.py", "kills.py", "faults.py")  # scripts that make plans, which takes more imports
 
 
 class Forked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,22 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import commands
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_faults_are_named() -> None:
     """The quick ones of each family: a hang, a wrong number, a full disk, a bit."""
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "bench" / "faults.py"),
-        "stop",
-        "nonfinite",
-        "flip",
-        "full_disk",
-        "lost_node",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=ROOT, env=commands.environment(), check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    done = commands.script("bench/faults.py", "stop", "nonfinite", "flip", "full_disk", "lost_node")
     assert done.stdout.count("| `") == 5
 
 

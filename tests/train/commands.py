@@ -35,9 +35,16 @@ def train(
     folder: Path, *overrides: str, timeout: float = 120, check: bool = True, fresh: bool = False, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """`scripts/train.py run.dir=folder ...` with tiny settings; the output is text. fresh: in a new interpreter."""
-    command = [str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, *overrides]
-    with tempfile.TemporaryDirectory(prefix="partita_test_") as name:
-        out, err = Path(name) / "out", Path(name) / "err"
+    return script("train.py", f"run.dir={folder}", *TINY, *overrides, timeout=timeout, check=check, fresh=fresh, **env)
+
+
+def script(
+    name: str, *arguments: str, timeout: float = 170, check: bool = True, fresh: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A script of scripts/ with its arguments, to its end. Raises subprocess.TimeoutExpired, and ends what it has started then."""
+    command = [str(ROOT / "scripts" / name), *arguments]
+    with tempfile.TemporaryDirectory(prefix="partita_test_") as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
         process = forked.start(command, out=out, err=err, env=environment(**env), cwd=ROOT, fresh=fresh)
         try:
             status = process.wait(timeout)
@@ -46,7 +53,7 @@ def train(
             raise subprocess.TimeoutExpired(late.cmd, timeout, out.read_text(), err.read_text()) from None
         done = subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
     if check:
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done
 
 
