@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 from typing import Any
 
 from partita_diagnosis.report import Report
@@ -30,7 +32,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def tell(run: Any, error: BaseException, report: Report) -> None:
-    """The plan's table beside what was measured, and at most three changes whose plan needs less."""
+    """The plan's table beside what was measured, and at most three changes that would fit, cheapest first."""
     from partita.plan.make import make_plan
 
     planned = make_plan(run.config, run.registry)
@@ -41,21 +43,51 @@ def tell(run: Any, error: BaseException, report: Report) -> None:
         for kind in measured
         if kind != "peak"
     ]
-    total = sum(expected.values())
-    fitting = []
-    for text, changed in _changes(run.config):
+    total, needed = sum(expected.values()), measured["peak"] + asked_bytes(str(error))
+    # On a CPU the peak is the whole process, interpreter included, which no plan counts.
+    excess = max(1.0, needed / max(total, 1)) if run.device.kind != "cpu" else 1.0
+    room = planned.cluster.capacity(planned.plan.layout.world) or measured["peak"]
+    advice, least = _advice(run, total, room / excess)
+    way_out = f"What would fit: {', '.join(advice)}" if advice else f"No change that was tried fits; the least is {least}"
+    cause = (
+        f"rank {run.rank} ran out of memory: {str(error).splitlines()[0][:200]}. Planned {total:,} bytes, peak {measured['peak']:,}; "
+        f"{'; '.join(rows)}. {way_out}"
+    )
+    report.add("memory", run.step + 1, cause, about=run.rank, planned=expected, measured=measured, advice=advice)
+
+
+def asked_bytes(text: str) -> int:
+    """What the allocation that failed wanted, from the words of torch's allocators; 0 where they don't say."""
+    found = re.search(r"allocate ([\d.]+) (bytes|[KMGT]i?B)", text)
+    if found is None:
+        return 0
+    return int(float(found[1].rstrip(".")) * 1024 ** "bKMGT".index(found[2][0]))
+
+
+def _advice(run: Any, total: int, room: float) -> tuple[list[str], str]:
+    """(up to three changes, or pairs of them, whose plan needs at most `room` bytes and less than `total`; the one that needs least)."""
+    from partita.plan.make import make_plan
+
+    singles = _changes(run.config)
+    fitting: list[str] = []
+    best = (total, "the plan as it is")
+    for change in [*([c] for c in singles), *map(list, itertools.combinations(singles, 2))]:
+        if len({key.partition("=")[0] for key, *_ in change}) < len(change):
+            continue  # two values of one key
+        changed = copy.deepcopy(run.config)
+        for _, node, field, value in change:
+            setattr(getattr(changed, node), field, value)
         try:
             other = make_plan(changed, run.registry)
         except Exception:
             continue  # a change that this model can't have is no advice
-        if not other.problems and sum(_bytes(other).values()) < 0.95 * total:
-            fitting.append((sum(_bytes(other).values()), text))
-    advice = [f"{text} ({bytes_:,} bytes)" for bytes_, text in sorted(fitting)[:3]]
-    cause = (
-        f"rank {run.rank} ran out of memory: {str(error).splitlines()[0][:200]}. Planned {total:,} bytes, peak {measured['peak']:,}; "
-        f"{'; '.join(rows)}. What would need less: {', '.join(advice) or 'a smaller model or more ranks'}"
-    )
-    report.add("memory", run.step + 1, cause, about=run.rank, planned=expected, measured=measured, advice=advice)
+        size, words = sum(_bytes(other).values()), " ".join(key for key, *_ in change)
+        best = min(best, (size, words))
+        if not other.problems and size < 0.95 * total and size <= room:
+            fitting.append(f"{words} ({size:,} bytes)")
+        if len(fitting) == 3:
+            break
+    return fitting, f"{best[1]} ({best[0]:,} bytes)"
 
 
 def _bytes(planned: Any) -> dict[str, int]:
@@ -66,20 +98,14 @@ def _bytes(planned: Any) -> dict[str, int]:
     return out
 
 
-def _changes(config: Any) -> list[tuple[str, Any]]:
-    out = []
-    micro = config.train.micro_batch
+def _changes(config: Any) -> list[tuple[str, str, str, Any]]:
+    """Changes that this config does not have yet, as in CHANGES."""
+    micro, smaller = config.train.micro_batch, 0
     if isinstance(micro, int) and micro > 1:
-        out.append((f"train.micro_batch={micro // 2}", _with(config, "train", "micro_batch", micro // 2)))
+        smaller = micro // 2
     elif micro == "auto":
-        out.append(("train.micro_batch=1", _with(config, "train", "micro_batch", 1)))
-    for text, node, field, value in CHANGES:
-        if hasattr(getattr(config, node, None), field) and getattr(getattr(config, node), field) != value:
-            out.append((text, _with(config, node, field, value)))
-    return out
-
-
-def _with(config: Any, node: str, field: str, value: Any) -> Any:
-    changed = copy.deepcopy(config)
-    setattr(getattr(changed, node), field, value)
-    return changed
+        smaller = 1
+    out = [(f"train.micro_batch={smaller}", "train", "micro_batch", smaller)] if smaller else []
+    return out + [
+        c for c in CHANGES if hasattr(getattr(config, c[1], None), c[2]) and getattr(getattr(config, c[1]), c[2]) != c[3]
+    ]

@@ -127,7 +127,7 @@ def test_out_of_memory_shows_plan_and_measurement_and_three_changes(tmp_path: Pa
 
     config, _ = compose_config([*commands.TINY, "parallel.data=2", "train.micro_batch=4"])
     engine = SimpleNamespace(allocated=lambda: {"parameters": 7, "gradients": 8, "optimizer": 9})
-    device = SimpleNamespace(memory=lambda: 123456)
+    device = SimpleNamespace(memory=lambda: 123456, kind="cpu")
     run: Any = SimpleNamespace(config=config, registry=registry_for(()), engine=engine, device=device, rank=1, step=6)
     error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
     assert memory.is_out_of_memory(error)
@@ -138,6 +138,17 @@ def test_out_of_memory_shows_plan_and_measurement_and_three_changes(tmp_path: Pa
     assert len(line["advice"]) == 3
     assert "parameters: planned" in line["cause"] and "measured 7 bytes" in line["cause"] and "peak 123,456" in line["cause"]
     assert line["planned"]["optimizer"] > 0
+    # A device that turned out to need 8 times the plan: only what fits with as much more counts.
+    total = sum(line["planned"].values())
+    run.device = SimpleNamespace(memory=lambda: 8 * total, kind="cuda")
+    run.step = 7
+    memory.tell(run, error, Report(tmp_path, 1))
+    second = json.loads((tmp_path / "diagnosis.jsonl").read_text().splitlines()[1])
+    sizes = [int(text.split("(")[1].split()[0].replace(",", "")) for text in second["advice"]]
+    assert all(size < 0.95 * total for size in sizes)
+    assert memory.asked_bytes("Tried to allocate 20.00 MiB. GPU 0") == 20 << 20
+    assert memory.asked_bytes("you tried to allocate 1152921504606846976 bytes. Error code 12") == 1 << 60
+    assert memory.asked_bytes("out of memory") == 0
 
 
 def test_the_watchdog_of_host_memory_saves_and_leaves(tmp_path: Path) -> None:

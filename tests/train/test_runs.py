@@ -117,10 +117,12 @@ def test_a_plain_module_takes_the_weights_of_any_stage(tmp_path: Path, stage: in
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_leaves(tmp_path: Path, signum: int, status: int) -> None:
+    """To the process that was started, or, as batch systems do it, to every process at once while threads prepare data."""
     folder = tmp_path / "run"
-    process = commands.start(folder, "parallel.data=2", "train.steps=100000", "train.keep=1")
+    process = commands.start(folder, "parallel.data=2", "train.steps=100000", "train.keep=1", "data.workers=2")
     commands.wait_for_step(folder, 3, process)
-    process.send_signal(signum)
+    for pid in [process.pid] if signum == signal.SIGINT else commands.session_members(process.pid):
+        os.kill(pid, signum)
     assert process.wait(timeout=30) == status
     commands.assert_gone(process.pid)
     step = commands.metrics(folder)[-1]["step"]
