@@ -25,8 +25,8 @@ test: $(READY) ## run the tests; ARGS="tests/state -k name" selects
 	@$(BIN)/python -m pytest $(ARGS)
 
 kernels: $(READY) ## check every kernel without a GPU: interpreter with memory checks, compiled for four GPUs, table of what they take
-	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_KERNEL_TESTS=interpreter $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
-	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_KERNEL_TESTS=compile $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
+	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_LONG_TESTS=1 PARTITA_KERNEL_TESTS=interpreter $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
+	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_LONG_TESTS=1 PARTITA_KERNEL_TESTS=compile $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
 	@TRITON_DEFAULT_FP_FUSION=1 $(BIN)/python tests/kernels/compiling.py
 
 lint: $(READY) ## ruff, mypy, layering

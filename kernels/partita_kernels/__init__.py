@@ -17,17 +17,21 @@ from partita_kernels.squares import squared_norm
 
 if TYPE_CHECKING:
     from partita_kernels.glu import geglu, swiglu
+    from partita_kernels.grouped import grouped_matmul
     from partita_kernels.linear_loss import linear_cross_entropy
     from partita_kernels.loss import cross_entropy
     from partita_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from partita_kernels.parallel_loss import vocab_parallel_cross_entropy
+    from partita_kernels.permute import Order, expert_order, permute, unpermute
     from partita_kernels.quantize import dequantize_blocks_, dequantize_int8, quantize_blocks, quantize_blocks_, quantize_int8
     from partita_kernels.rotary import rope, rope_angles
+    from partita_kernels.routing import route
     from partita_kernels.signs import pack_signs, unpack_signs
 
 __all__ = [
     "OPERATIONS",
     "Operation",
+    "Order",
     "Rounding",
     "adamw_",
     "add_layer_norm",
@@ -35,11 +39,14 @@ __all__ = [
     "cross_entropy",
     "dequantize_blocks_",
     "dequantize_int8",
+    "expert_order",
     "geglu",
+    "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
     "lion_",
     "pack_signs",
+    "permute",
     "quantize_blocks",
     "quantize_blocks_",
     "quantize_int8",
@@ -47,22 +54,27 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_angles",
+    "route",
     "sgd_",
     "squared_norm",
     "swiglu",
     "unpack_signs",
+    "unpermute",
     "using",
     "vocab_parallel_cross_entropy",
 ]
 
 _WHERE = {
     "glu": ("geglu", "swiglu"),
+    "grouped": ("grouped_matmul",),
     "linear_loss": ("linear_cross_entropy",),
     "loss": ("cross_entropy",),
     "norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "permute": ("Order", "expert_order", "permute", "unpermute"),
     "parallel_loss": ("vocab_parallel_cross_entropy",),
     "quantize": ("dequantize_blocks_", "dequantize_int8", "quantize_blocks", "quantize_blocks_", "quantize_int8"),
     "rotary": ("rope", "rope_angles"),
+    "routing": ("route",),
     "signs": ("pack_signs", "unpack_signs"),
 }
 

@@ -19,7 +19,9 @@ import torch
 TRITON_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices cuda
 MODES = ("auto", "reference", "triton", "cpu")
 
-MODULES = ("adamw", "glu", "lion", "loss", "norm", "quantize", "rotary", "sgd", "signs", "squares")  # those with operations
+MODULES = (  # those with operations
+    "adamw", "glu", "grouped", "lion", "loss", "norm", "permute", "quantize", "rotary", "routing", "sgd", "signs", "squares",
+)  # fmt: skip
 
 _mode = "auto"
 

@@ -1,6 +1,7 @@
-"""Lets Triton's interpreter round float32 to bfloat16 as hardware does: it truncates (3.6 to 3.9).
+"""Lets Triton's interpreter round float32 to bfloat16 and multiply bfloat16 matrices as hardware does: it truncates, and it multiplies
+the bit patterns as integers (3.6 to 3.9).
 
-Kernels widen bfloat16 right after loading, so casts are all that needs mending.
+Kernels widen bfloat16 right after loading, but for tl.dot, so that is all that needs mending.
 """
 
 from __future__ import annotations
@@ -27,3 +28,14 @@ def install() -> None:
         return convert(x, source, target, mode)
 
     interpreter._convert_float = mended
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def exact(self, a, b, *rest, **more):
+        return dot(self, *(_widen(t) if t.dtype.scalar == tl.bfloat16 else t for t in (a, b)), *rest, **more)
+
+    interpreter.InterpreterBuilder.create_dot = exact
+
+
+def _widen(t):
+    bits = np.ascontiguousarray(t.data).astype(np.uint32) << np.uint32(16)
+    return interpreter.TensorHandle(bits.view(np.float32).reshape(t.data.shape), tl.float32)

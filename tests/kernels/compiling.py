@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import partita_kernels
-from partita_kernels import Rounding, glu, loss, norm, quantize, rotary, signs, squares
+from partita_kernels import Rounding, glu, grouped, loss, norm, permute, quantize, rotary, routing, signs, squares
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -181,6 +181,32 @@ def _rope() -> None:
     rotary.triton(empty(2, 32, 128, 128), angle, angle, False)
 
 
+def _route(experts: int, choosing: routing.Choosing) -> None:
+    x, bias = empty(64, experts), empty(experts, dtype=F32)
+    chosen, gates, p = routing.triton(x, bias, choosing)
+    routing.triton_backward(gates, p, x, p, chosen, choosing)
+
+
+def _permute() -> None:
+    experts, x, gates = empty(64, 8, dtype=torch.int64), empty(64, 4096), empty(64, 8, dtype=F32)
+    permute.triton_order(experts, 64)
+    rows = permute.triton(x, experts.view(-1), experts, gates)
+    permute.triton_back(rows, experts, gates)
+    permute.triton_dots(x, rows, experts)
+
+
+def _grouped(dtype: torch.dtype) -> None:
+    x, w, dy, sizes = (
+        empty(8192, 4096, dtype=dtype),
+        empty(8, 4096, 2048, dtype=dtype),
+        empty(8192, 2048, dtype=dtype),
+        empty(8, dtype=torch.int64),
+    )
+    grouped.triton(x, w, sizes)
+    grouped.triton(dy, w.transpose(1, 2), sizes)
+    grouped.triton_outer(x, dy, sizes, False)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "adamw": lambda: _update("adamw"),
     "adamw, 8-bit states": lambda: _update("adamw", state=torch.uint8, rounding=True),
@@ -199,6 +225,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "int4 blocks of 256": lambda: _blocks("int4"),
     "fp8_e4m3 blocks of 256": lambda: _blocks("fp8_e4m3"),
     "sign blocks of 1024": _signs,
+    "route, 8 of 256 in 8 groups": lambda: _route(256, routing.Choosing(8, routing.SIGMOID, 8, 4, 2.5)),
+    "route, 2 of 64": lambda: _route(64, routing.Choosing(2, routing.GATES["softmax_chosen"])),
+    "permute, 4096 wide": _permute,
+    "grouped_matmul": lambda: _grouped(BF16),
+    "grouped_matmul, float32": lambda: _grouped(F32),
 }
 
 

@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
-ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py"]
+ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py", "test_moe.py"]
 WANTED = {
     "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py"],
     "interpreter": [*ANYWHERE, "test_sanitizer.py"],
@@ -76,12 +76,13 @@ def fresh_seed(record_property) -> int:
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """`small_blocks(module, size)`: its Triton kernels work on blocks of this size, so that small tensors need several."""
+    """`small_blocks(module, size)`: its Triton kernels work on blocks (or tiles) of this size, so that small tensors need several."""
 
-    def shrink(module: str, size: int) -> None:
+    def shrink(module: str, size: int | tuple[int, ...], name: str = "block") -> None:
+        dispatch.load_all()
         for operation in dispatch.OPERATIONS.values():
             fn = operation.triton
-            if fn and fn.__module__ == f"partita_kernels.{module}" and "block" in inspect.signature(fn).parameters:
-                monkeypatch.setattr(operation, "triton", functools.partial(fn, block=size))
+            if fn and fn.__module__ == f"partita_kernels.{module}" and name in inspect.signature(fn).parameters:
+                monkeypatch.setattr(operation, "triton", functools.partial(fn, **{name: size}))
 
     return shrink

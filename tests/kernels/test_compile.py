@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,11 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# All targets in `make kernels` and with PARTITA_LONG_TESTS=1: a kernel takes a second or two for each.
+CHECKED = list(TARGETS) if os.environ.get("PARTITA_LONG_TESTS") else ["sm_90"]
+
+
+@pytest.mark.parametrize("target", CHECKED)
 @pytest.mark.parametrize("case", CASES)
 def test_fits(case, target):
     uses = compile_case(case, target)

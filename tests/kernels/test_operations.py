@@ -19,17 +19,29 @@ def calls(device, dtype):
     cos, sin = kernels.rope_angles(torch.arange(3, device=device), 8)
     y = LABELS.to(device)
     ops = torch.ops.partita
+    gates, choices = torch.rand(3, 2, device=device).requires_grad_(), torch.tensor([[2, 0], [0, -1], [2, 2]], device=device)
+    kernels.dispatch.load_all()
+    order, weight = kernels.expert_order(choices, 3), fresh((3, 8, 4), dtype, device).requires_grad_()
+    rows = fresh((6, 8), dtype, device).requires_grad_()
     return {
         "rms_norm": (ops.norm, (x, None, w, None, 1e-5, False)),
         "add_layer_norm": (ops.norm, (x, g, w, w.detach().clone().requires_grad_(), 1e-5, True)),
         "glu": (ops.glu, (x, g, 0)),
         "rope": (ops.rope, (heads, cos, sin, False)),
         "cross_entropy": (ops.cross_entropy, (x, y, -100, 0.1, 0.01)),
+        "route": (ops.route, (x, w.detach().float(), 2, 2, 4, 2, 2.5)),
+        "expert_order": (ops.expert_order, (choices, 3)),
+        "permute": (ops.permute, (x, *order[:2], gates)),
+        "unpermute": (ops.unpermute, (rows, *order[:2], gates)),
+        "grouped_matmul": (ops.grouped_matmul, (rows, weight, order.sizes)),
         "linear_cross_entropy": (ops.linear_cross_entropy, (x, wide, y, -100, 0.1, 0.01, True, True)),
     }
 
 
-NAMES = ["rms_norm", "add_layer_norm", "glu", "rope", "cross_entropy", "linear_cross_entropy"]
+NAMES = [
+    "rms_norm", "add_layer_norm", "glu", "rope", "cross_entropy", "linear_cross_entropy", "route", "expert_order", "permute", "unpermute",
+    "grouped_matmul",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

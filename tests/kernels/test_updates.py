@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from numbers64 import BF16, F16, F32, error
+from numbers64 import BF16, F16, F32, error, mixed
 from updates import Narrow, adam_run, lion_run, sgd_once, sgd_run
 
 import partita_kernels as kernels
@@ -26,9 +26,7 @@ def copies_are_rounded_weights(run):
     assert all(c is None or torch.equal(c, p.to(c.dtype)) for c, p in zip(run.copies, run.params))
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("copy_dtype", [None, BF16, F16])
-@pytest.mark.parametrize("grad_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("grad_dtype", "copy_dtype", "decoupled"), mixed([F32, BF16, F16], [None, BF16, F16], [True, False]))
 def test_adamw_against_float64(grad_dtype, copy_dtype, decoupled, device, fresh_seed):
     got = adam_run(SIZES, grad_dtype, copy_dtype, decoupled=decoupled, seed=fresh_seed, device=device)
     copies_are_rounded_weights(got)
@@ -36,9 +34,10 @@ def test_adamw_against_float64(grad_dtype, copy_dtype, decoupled, device, fresh_
         close(got, adam_run(SIZES, grad_dtype, None, decoupled=decoupled, dtype=torch.float64, seed=fresh_seed))
 
 
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-@pytest.mark.parametrize("formats", [(F32, None), (BF16, BF16), (F16, None), (F32, F16)])
-def test_sgd_against_float64(formats, momentum, nesterov, device, fresh_seed):
+@pytest.mark.parametrize("rule", [(0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("formats", [(F32, F16), (BF16, BF16), (F16, None)])
+def test_sgd_against_float64(formats, rule, device, fresh_seed):
+    momentum, nesterov = rule
     got = sgd_run(SIZES, *formats, momentum=momentum, nesterov=nesterov, seed=fresh_seed, device=device)
     copies_are_rounded_weights(got)
     with kernels.using("reference"):
@@ -75,8 +74,10 @@ def test_ranges_with_numbers_of_their_own(grad_dtype, device, fresh_seed):
         sgd_once(torch.zeros(3, device=device), torch.zeros(3, device=device), lr=[1.0, 2.0])
 
 
-@pytest.mark.parametrize(("param", "state"), [(F32, torch.uint8), (BF16, BF16), (BF16, F32), (BF16, torch.uint8), (F32, BF16)])
-@pytest.mark.parametrize("random", [True, False])
+NARROW = [(F32, torch.uint8), (BF16, BF16), (BF16, F32), (BF16, torch.uint8), (F32, BF16)]
+
+
+@pytest.mark.parametrize(("param", "state", "random"), [*[(*f, True) for f in NARROW], *[(*f, False) for f in NARROW[:2]]])
 def test_narrow_formats_are_those_of_the_reference(param, state, random, device, fresh_seed):
     """Same random bits, so the same codes; a sum may differ in its last bit, which a rounding can make a whole step of the format."""
     ours, plain = (Narrow([0, 700, 256, 5], param, state, device, fresh_seed) for _ in range(2))
@@ -141,7 +142,8 @@ def test_8_bit_states_keep_three_bits(signed, device):
         bits = rounding.random_bits(0, 1000, rounding.Rounding(1, step, []).keys(), 1, device)
         rounding.encode8(x, codes, scales, signed, bits)
         average += rounding.decode8(codes, scales, signed) / 200
-    assert (((average - x) / x)[~small].abs() < 0.02).all()
+    # An average of 200 that are off by one step or the other, a step being at most x / 8: six standard deviations, for each of 1000.
+    assert (((average - x) / x)[~small].abs() < 6 * 0.0625 / 200**0.5).all()
 
 
 def test_bad_numbers_spoil_a_block_of_8_bit_states(device):
