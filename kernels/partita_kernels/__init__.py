@@ -16,6 +16,7 @@ from partita_kernels.sgd import sgd_
 from partita_kernels.squares import squared_norm
 
 if TYPE_CHECKING:
+    from partita_kernels.attention import attention, attention_piece_backward, visible
     from partita_kernels.glu import geglu, swiglu
     from partita_kernels.grouped import grouped_matmul
     from partita_kernels.linear_loss import linear_cross_entropy
@@ -36,6 +37,8 @@ __all__ = [
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
+    "attention",
+    "attention_piece_backward",
     "cross_entropy",
     "dequantize_blocks_",
     "dequantize_int8",
@@ -61,10 +64,12 @@ __all__ = [
     "unpack_signs",
     "unpermute",
     "using",
+    "visible",
     "vocab_parallel_cross_entropy",
 ]
 
 _WHERE = {
+    "attention": ("attention", "attention_piece_backward", "visible"),
     "glu": ("geglu", "swiglu"),
     "grouped": ("grouped_matmul",),
     "linear_loss": ("linear_cross_entropy",),

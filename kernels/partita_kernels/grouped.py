@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from partita_kernels import tuning
 from partita_kernels.dispatch import Operation
 from partita_kernels.jit import cdiv, kernel, power_of_2
 from partita_kernels.rows import as_rows, wide
+from partita_kernels.tuning import Tile
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 TILE = (128, 128, 64)  # rows, columns and depth of a Triton program's step, in two bytes an element
-WARPS = 8
+CANDIDATES = [
+    (128, 256, 64), (256, 128, 64), (128, 128, 32), (64, 128, 64), (64, 256, 64), (64, 64, 64), (32, 128, 64), (16, 128, 128),
+]  # fmt: skip
 STAGES = 3
 
 
@@ -159,7 +163,7 @@ def _outer(
     tl.store(at, total.to(dw_ptr.dtype.element_ty), mask=(k < depth)[:, None] & (column < width)[None, :])
 
 
-def _tile(element: int, rows: int, columns: int, tile: tuple[int, int, int]) -> dict[str, int]:
+def _tile(element: int, rows: int, columns: int, tile: Tile) -> dict[str, int]:
     """Tiles not much larger than what there is; at least 16, which matrix units take."""
     sizes = (min(tile[0], power_of_2(max(rows, 16))), min(tile[1], power_of_2(max(columns, 16))), max(16, tile[2] * 2 // element))
     return dict(zip(("ROWS", "COLUMNS", "DEPTH"), sizes, strict=True))
@@ -170,38 +174,48 @@ def _precision(x: Tensor) -> str:
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def triton(x: Tensor, weight: Tensor, sizes: Tensor, tile: tuple[int, int, int] = TILE) -> Tensor:
+def _warps(tiles: dict[str, int]) -> int:
+    """At most 64 sums of a tile for each thread, where there are that many threads."""
+    return 8 if tiles["ROWS"] * tiles["COLUMNS"] > 64 * 128 else 4
+
+
+def triton(x: Tensor, weight: Tensor, sizes: Tensor, tile: Tile = TILE) -> Tensor:
     """As `reference`."""
     if x.dtype == torch.float64:
         return reference(x, weight, sizes)
     (n, depth), (groups, _, width) = x.shape, weight.shape
     y = x.new_empty(n, width)
-    if y.numel():
+
+    def launch(tile: Tile) -> None:
         tiles = _tile(x.element_size(), cdiv(n, groups), width, tile)
-        grid = (
-            cdiv(width, tiles["COLUMNS"]),
-            cdiv(n, tiles["ROWS"]) + groups,
-        )  # each group ends in at most one tile that isn't full
-        _product[grid](
+        rows = cdiv(n, tiles["ROWS"]) + groups  # each group ends in at most one tile that isn't full
+        _product[(cdiv(width, tiles["COLUMNS"]), rows)](
             x, weight, y, sizes, n, depth, width, groups, x.stride(0), *weight.stride(), GROUPS=power_of_2(groups + 1), **tiles,
-            PRECISION=_precision(x), num_warps=WARPS, num_stages=STAGES,
+            PRECISION=_precision(x), num_warps=_warps(tiles), num_stages=STAGES,
         )  # fmt: skip
+
+    if y.numel():
+        launch(tuning.tile("grouped_matmul", x, (cdiv(n, groups), depth, width), tile, CANDIDATES, launch))
     return y
 
 
-def triton_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool, tile: tuple[int, int, int] = TILE) -> Tensor:
+def triton_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool, tile: Tile = TILE) -> Tensor:
     """As `reference_outer`."""
     if x.dtype == torch.float64:
         return reference_outer(x, dy, sizes, turned)
     groups, depth, width = len(sizes), x.shape[1], dy.shape[1]
     out = _outer_like(x, dy, groups, turned)
-    if out.numel():
+
+    def launch(tile: Tile) -> None:
         tiles = _tile(x.element_size(), depth, width, tile)
         grid = (cdiv(width, tiles["COLUMNS"]), cdiv(depth, tiles["ROWS"]), groups)
         _outer[grid](
             x, dy, out, sizes, depth, width, groups, x.stride(0), dy.stride(0), *out.stride(), GROUPS=power_of_2(groups), **tiles,
-            PRECISION=_precision(x), num_warps=WARPS, num_stages=STAGES,
+            PRECISION=_precision(x), num_warps=_warps(tiles), num_stages=STAGES,
         )  # fmt: skip
+
+    if out.numel():
+        launch(tuning.tile("grouped_outer", x, (cdiv(len(x), groups), depth, width), tile, CANDIDATES, launch))
     return out
 
 

@@ -22,7 +22,20 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import partita_kernels
-from partita_kernels import Rounding, glu, grouped, loss, norm, permute, quantize, rotary, routing, signs, squares
+from partita_kernels import (
+    Rounding,
+    attention_triton,
+    glu,
+    grouped,
+    loss,
+    norm,
+    permute,
+    quantize,
+    rotary,
+    routing,
+    signs,
+    squares,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -207,6 +220,13 @@ def _grouped(dtype: torch.dtype) -> None:
     grouped.triton_outer(x, dy, sizes, False)
 
 
+def _attention(size: int, dtype: torch.dtype = BF16) -> None:
+    q, k = empty(1, 8, 2048, size, dtype=dtype), empty(1, 2, 2048, size, dtype=dtype)
+    low = empty(1, 2048, dtype=torch.int32)
+    out, lse = attention_triton.triton(q, k, k, low, low, 0.1)
+    attention_triton.triton_backward(out, lse, q, k, k, out, lse, low, low, 0.1)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "adamw": lambda: _update("adamw"),
     "adamw, 8-bit states": lambda: _update("adamw", state=torch.uint8, rounding=True),
@@ -228,6 +248,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "route, 8 of 256 in 8 groups": lambda: _route(256, routing.Choosing(8, routing.SIGMOID, 8, 4, 2.5)),
     "route, 2 of 64": lambda: _route(64, routing.Choosing(2, routing.GATES["softmax_chosen"])),
     "permute, 4096 wide": _permute,
+    "attention, heads of 64": lambda: _attention(64),
+    "attention, heads of 128": lambda: _attention(128),
+    "attention, heads of 256": lambda: _attention(256),
+    "attention, heads of 64, float32": lambda: _attention(64, F32),
     "grouped_matmul": lambda: _grouped(BF16),
     "grouped_matmul, float32": lambda: _grouped(F32),
 }

@@ -19,7 +19,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
-ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py", "test_moe.py"]
+ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py", "test_moe.py", "test_attention.py"]
 WANTED = {
     "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py"],
     "interpreter": [*ANYWHERE, "test_sanitizer.py"],

@@ -22,6 +22,7 @@ def calls(device, dtype):
     gates, choices = torch.rand(3, 2, device=device).requires_grad_(), torch.tensor([[2, 0], [0, -1], [2, 2]], device=device)
     kernels.dispatch.load_all()
     order, weight = kernels.expert_order(choices, 3), fresh((3, 8, 4), dtype, device).requires_grad_()
+    bounds = kernels.visible(torch.arange(3, device=device), torch.arange(3, device=device))
     rows = fresh((6, 8), dtype, device).requires_grad_()
     return {
         "rms_norm": (ops.norm, (x, None, w, None, 1e-5, False)),
@@ -34,13 +35,14 @@ def calls(device, dtype):
         "permute": (ops.permute, (x, *order[:2], gates)),
         "unpermute": (ops.unpermute, (rows, *order[:2], gates)),
         "grouped_matmul": (ops.grouped_matmul, (rows, weight, order.sizes)),
+        "attention": (ops.attention, (heads, heads[:, :1], heads[:, :1], *bounds, 0.5)),
         "linear_cross_entropy": (ops.linear_cross_entropy, (x, wide, y, -100, 0.1, 0.01, True, True)),
     }
 
 
 NAMES = [
     "rms_norm", "add_layer_norm", "glu", "rope", "cross_entropy", "linear_cross_entropy", "route", "expert_order", "permute", "unpermute",
-    "grouped_matmul",
+    "grouped_matmul", "attention",
 ]  # fmt: skip
 
 
