@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every check that needs an accelerator: kernel numerics on the device, kernels against copy bandwidth and plain torch, a short training run.
-# From a fresh checkout:  pip install -e '.[dev]' && scripts/bench/gpu.sh      Each part has a time-out; all together take less than 8 minutes.
+# Every check that needs an accelerator: kernel numerics on the device, kernels against copy bandwidth and plain torch, whole layers and steps, a short training run.
+# From a fresh checkout:  pip install -e '.[dev]' && scripts/bench/gpu.sh      Each part has a time-out; all together take less than 10 minutes.
 # PYTHON: the interpreter to use. OUT: a folder for logs and results (default: outputs/gpu).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -27,7 +27,8 @@ part() { # name, seconds allowed, command...
 }
 
 part "kernel numerics" 180 env PARTITA_KERNEL_TESTS=device "$python" -m pytest -q -p no:cacheprovider tests/kernels
-part "kernel bench" 150 "$python" scripts/bench/kernels.py --json "$out/kernels.json"
+part "kernel bench" 150 "$python" scripts/bench/kernels.py --compile --json "$out/kernels.json"
+part "layer bench" 100 "$python" scripts/bench/layers.py --json "$out/layers.json"
 part "short train" 140 "$python" scripts/train.py train.steps=20 precision=bf16 launch.ranks=1 "run.dir=$out/train"
 
 echo

@@ -1,9 +1,10 @@
-"""Each kernel against the copy bandwidth of this machine and against plain torch, on a CPU or an accelerator.
+"""Each kernel against the copy bandwidth of this machine, plain torch and torch.compile, on a CPU or an accelerator.
 
-python scripts/bench/kernels.py [--elements N] [--repeat R] [--threads T] [--only NAME] [--json FILE]
+python scripts/bench/kernels.py [--compile] [--elements N] [--repeat R] [--threads T] [--only NAME] [--json FILE]
 
 bytes: what an operation has to read and write, once. of copy: its bytes per second over those of a copy of the same size, measured in turn
-with it. eager: time of the same work in plain torch operations (torch.optim's fused update and F.* where there are any) over ours.
+with it. eager: time of the same work in plain torch operations (torch.optim's fused update and F.* where there are any) over ours; compiled: the same
+for torch.compile of the plain form (half a minute for each kernel the first time). Layers made of several kernels are in layers.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,19 @@ class Case:
     bytes: int
     ours: Callable[[], object]
     eager: Callable[[], object] | None
+    compiled: Callable[[], Callable[[], object]] | None = None  # makes what runs the plain form through torch.compile
+
+
+def trained(
+    fn: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], leaves: list[torch.Tensor], dy: list[torch.Tensor]
+) -> Callable[[], object]:
+    """Forward and backward of fn."""
+
+    def run() -> object:
+        out = fn(*leaves)
+        return torch.autograd.grad(list(out) if isinstance(out, tuple) else [out], leaves, dy)
+
+    return run
 
 
 @dataclass
@@ -48,6 +63,7 @@ class Result:
     bytes: int
     ours: float
     eager: float | None
+    compiled: float | None
     copy: float  # of `bytes` bytes, half read and half written
 
     @property
@@ -76,7 +92,14 @@ def adamw_case(n: int) -> Case:
         torch._fused_adamw_([p], [wide], [m], [v], [], [step], amsgrad=False, maximize=False, **hyper)
         c.copy_(p)
 
-    return Case("adamw, bf16 gradient and copy", 28 * n, ours, eager)
+    def fused() -> None:
+        wide = g.float() * scale
+        m.mul_(0.95).add_(wide, alpha=0.05)
+        v.mul_(0.95).addcmul_(wide, wide, value=0.05)
+        p.mul_(1 - 1e-5).addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-4)
+        c.copy_(p)
+
+    return Case("adamw, bf16 gradient and copy", 28 * n, ours, eager, lambda: torch.compile(fused))
 
 
 def adamw_wide_case(n: int) -> Case:
@@ -123,42 +146,45 @@ def norm_cases(n: int) -> list[Case]:
     """Forward and backward of the RMSNorm with residual."""
     x, r, w = randn(n // WIDTH, WIDTH), randn(n // WIDTH, WIDTH), randn(WIDTH)
     leaves = [t.clone().requires_grad_() for t in (x, r, w)]
-    dy = randn(n // WIDTH, WIDTH)
+    dy = [randn(n // WIDTH, WIDTH)] * 2
 
-    def both(rms: Callable[..., torch.Tensor], add: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], object]:
-        def run() -> object:
-            y, total = add(*leaves)
-            return torch.autograd.grad([y, total], leaves, [dy, dy])
+    def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (WIDTH,), w, 1e-6)
 
-        return run
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (WIDTH,), w, w)
 
-    def eager(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        total = x + r
-        return F.rms_norm(total, (WIDTH,), w, 1e-6), total
+    def add(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms(x + r, w), x + r
 
     return [
-        Case("rms_norm", 4 * n, lambda: kernels.rms_norm(x, w), lambda: F.rms_norm(x, (WIDTH,), w, 1e-6)),
-        Case("add_rms_norm, forward and backward", 16 * n, both(kernels.rms_norm, kernels.add_rms_norm), both(F.rms_norm, eager)),
-        Case("layer_norm", 4 * n, lambda: kernels.layer_norm(x, w, w), lambda: F.layer_norm(x, (WIDTH,), w, w)),
-    ]
+        Case("rms_norm", 4 * n, lambda: kernels.rms_norm(x, w), lambda: rms(x, w), lambda: partial(torch.compile(rms), x, w)),
+        Case(
+            "add_rms_norm, forward and backward", 16 * n, trained(kernels.add_rms_norm, leaves, dy), trained(add, leaves, dy),
+            lambda: trained(torch.compile(add), leaves, dy),
+        ),
+        Case(
+            "layer_norm", 4 * n, lambda: kernels.layer_norm(x, w, w), lambda: layer(x, w), lambda: partial(torch.compile(layer), x, w)
+        ),
+    ]  # fmt: skip
 
 
 def glu_cases(n: int) -> list[Case]:
     """SwiGLU forward, and forward with backward."""
     g, u = (randn(n // WIDTH, WIDTH).requires_grad_() for _ in range(2))
-    dy = randn(n // WIDTH, WIDTH)
+    dy = [randn(n // WIDTH, WIDTH)]
 
-    def ours() -> object:
-        return torch.autograd.grad(kernels.swiglu(g, u), [g, u], dy)
-
-    def eager() -> object:
-        return torch.autograd.grad(F.silu(g) * u, [g, u], dy)
+    def eager(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return F.silu(g) * u
 
     a, b = g.detach(), u.detach()
     return [
-        Case("swiglu", 6 * n, lambda: kernels.swiglu(a, b), lambda: F.silu(a) * b),
-        Case("swiglu, forward and backward", 16 * n, ours, eager),
-    ]
+        Case("swiglu", 6 * n, lambda: kernels.swiglu(a, b), lambda: eager(a, b), lambda: partial(torch.compile(eager), a, b)),
+        Case(
+            "swiglu, forward and backward", 16 * n, trained(kernels.swiglu, [g, u], dy), trained(eager, [g, u], dy),
+            lambda: trained(torch.compile(eager), [g, u], dy),
+        ),
+    ]  # fmt: skip
 
 
 def rope_case(n: int) -> Case:
@@ -171,7 +197,7 @@ def rope_case(n: int) -> Case:
         a, z = x.chunk(2, -1)
         return torch.cat([a * c - z * s, z * c + a * s], -1)
 
-    return Case("rope", 4 * x.numel(), lambda: kernels.rope(x, cos, sin), eager)
+    return Case("rope", 4 * x.numel(), lambda: kernels.rope(x, cos, sin), eager, lambda: torch.compile(eager))
 
 
 def loss_case(n: int) -> Case:
@@ -179,17 +205,21 @@ def loss_case(n: int) -> Case:
     x = randn(max(2, n // CLASSES), CLASSES).requires_grad_()
     y = torch.randint(CLASSES, (x.shape[0],), device=DEVICE)
 
-    def ours() -> object:
-        return torch.autograd.grad(kernels.cross_entropy(x, y)[0], x)
+    one = [torch.ones((), device=DEVICE)]
 
-    def eager() -> object:
-        return torch.autograd.grad(F.cross_entropy(x.float(), y, reduction="sum"), x)
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return kernels.cross_entropy(x, y)[0]
 
-    return Case("cross_entropy, forward and backward", 6 * x.numel(), ours, eager)
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x.float(), y, reduction="sum")
+
+    runs = (trained(f, [x], one) for f in (ours, eager))
+    return Case("cross_entropy, forward and backward", 6 * x.numel(), *runs, lambda: trained(torch.compile(eager), [x], one))
 
 
 def wire_cases(n: int) -> list[Case]:
     """int8 and one-bit formats."""
+    n = -(-n // 256) * 256
     x, e = randn(n), randn(n, dtype=F32)
     q, scales = kernels.quantize_int8(x)
     bits, sizes = kernels.pack_signs(x, e)
@@ -198,7 +228,10 @@ def wire_cases(n: int) -> list[Case]:
     def quantize() -> object:
         v = x.view(-1, 256)
         s = v.abs().amax(1, keepdim=True).float() / 127
-        return (v / s).round().to(torch.int8), s
+        return q.view(-1, 256).copy_((v / s).round()), s
+
+    def dequantize() -> object:
+        return out.view(-1, 256).copy_(q.view(-1, 256) * scales[:, None])
 
     def quantized(format: str, size: float) -> list[Case]:
         """Into memory that is there, as on a wire: fresh pages would cost more than the work."""
@@ -213,17 +246,57 @@ def wire_cases(n: int) -> list[Case]:
         ]  # fmt: skip
 
     return [
-        Case("quantize int8", 3 * n, lambda: kernels.quantize_blocks_([x], [q], [scales]), quantize if n % 256 == 0 else None),
+        Case(
+            "quantize int8",
+            3 * n,
+            lambda: kernels.quantize_blocks_([x], [q], [scales]),
+            quantize,
+            lambda: torch.compile(quantize),
+        ),
         *quantized("int4", 0.5),
         *quantized("fp8_e4m3", 1),
         Case(
             "dequantize int8",
             3 * n,
             lambda: kernels.dequantize_int8(q, scales, out),
-            lambda: (q.view(-1, 256) * scales[:, None]).to(BF16),
+            dequantize,
+            lambda: torch.compile(dequantize),
         ),
         Case("pack signs with error feedback", 10 * n, lambda: kernels.pack_signs(x, e), None),
         Case("unpack signs", 2 * n, lambda: kernels.unpack_signs(bits, sizes, out), None),
+    ]
+
+
+def moe_cases(n: int) -> list[Case]:
+    """Routing among 64 experts, and rows of 2 choices there and back."""
+    tokens = max(1, n // WIDTH)
+    x, logits = randn(tokens, WIDTH), randn(tokens * 16, 64, dtype=F32)
+    experts, gates, _ = kernels.route(logits[:tokens], 2)
+    order = kernels.expert_order(experts, 64)
+    rows = kernels.permute(x, order)
+
+    def route(logits: torch.Tensor) -> object:
+        p = logits.softmax(-1)
+        best, chosen = p.topk(2)
+        return chosen, best / best.sum(-1, keepdim=True), p
+
+    def there() -> object:
+        return x.index_select(0, order.slots // 2)
+
+    def back() -> object:
+        weighted = rows.float() * gates.reshape(-1)[order.slots][:, None]
+        return torch.zeros(tokens, WIDTH, device=DEVICE).index_add(0, order.slots // 2, weighted).to(BF16)
+
+    return [
+        Case(
+            "route",
+            8 * logits.numel(),
+            lambda: kernels.route(logits, 2),
+            lambda: route(logits),
+            lambda: partial(torch.compile(route), logits),
+        ),
+        Case("permute", 8 * x.numel(), lambda: kernels.permute(x, order), there, lambda: torch.compile(there)),
+        Case("unpermute", 6 * x.numel(), lambda: kernels.unpermute(rows, order, gates), back, lambda: torch.compile(back)),
     ]
 
 
@@ -237,7 +310,7 @@ def squares_cases(n: int) -> list[Case]:
 
 
 GROUPS: list[Callable[[int], Case | list[Case]]] = [
-    adamw_case, adamw_wide_case, narrow_cases, squares_cases, norm_cases, glu_cases, rope_case, loss_case, wire_cases,
+    adamw_case, adamw_wide_case, narrow_cases, squares_cases, norm_cases, glu_cases, rope_case, loss_case, wire_cases, moe_cases,
 ]  # fmt: skip
 
 
@@ -255,13 +328,16 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def measure(case: Case, repeat: int) -> Result:
-    """Ours, plain torch and a copy in turn, so that a busy machine slows all alike."""
+def measure(case: Case, repeat: int, compiled: bool) -> Result:
+    """Ours, plain torch, compiled if asked for, and a copy in turn, so that a busy machine slows all alike."""
     source = torch.empty(case.bytes // 2, dtype=torch.uint8, device=DEVICE).fill_(1)
     target = torch.empty_like(source)
     runs = {"ours": case.ours, "copy": lambda: target.copy_(source)}
     if case.eager is not None:
         runs["eager"] = case.eager
+    if case.compiled is not None and compiled:
+        torch.compiler.reset()
+        runs["compiled"] = case.compiled()
     for run in runs.values():  # compile, page in
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -269,36 +345,17 @@ def measure(case: Case, repeat: int) -> Result:
         for name, run in runs.items():
             times[name].append(seconds(run))
     middle = {name: statistics.median(values) for name, values in times.items()}
-    return Result(case.name, case.bytes, middle["ours"], middle.get("eager"), middle["copy"])
+    return Result(case.name, case.bytes, middle["ours"], middle.get("eager"), middle.get("compiled"), middle["copy"])
 
 
-def linear_loss_row(rows: int, repeat: int) -> list[str]:
-    """Fused linear and cross entropy at vocabulary 50k: time, and the memory beside inputs and gradients."""
-    x, w = randn(rows, 768, dtype=F32).requires_grad_(), (randn(50304, 768, dtype=F32) / 30).requires_grad_()
-    y = torch.randint(50304, (rows,), device=DEVICE)
-
-    def ours() -> object:
-        return torch.autograd.grad(kernels.linear_cross_entropy(x, w, y)[0], [x, w])
-
-    def eager() -> object:
-        return torch.autograd.grad(F.cross_entropy(F.linear(x, w), y, reduction="sum"), [x, w])
-
-    for run in (ours, eager):
-        run()
-    times = [(seconds(ours), seconds(eager)) for _ in range(repeat)]
-    mine, theirs = (statistics.median(t[i] for t in times) for i in (0, 1))
-    return [f"linear + cross entropy, {rows} rows, V 50304", "", f"{mine * 1e3:.2f}", "", "", f"{theirs / mine:.2f}"]
-
-
-def table(results: list[Result], extra: list[list[str]]) -> Table:
+def table(results: list[Result]) -> Table:
     """For people."""
-    shown = Table("operation", "MB", "ms", "GB/s", "of copy", "eager / ours", title=f"kernels on {DEVICE.type}, bfloat16")
+    title = f"kernels on {DEVICE.type}, bfloat16"
+    shown = Table("operation", "MB", "ms", "GB/s", "of copy", "eager / ours", "compiled / ours", title=title)
     for r in results:
-        eager = "" if r.eager is None else f"{r.eager / r.ours:.2f}"
+        others = ("" if other is None else f"{other / r.ours:.2f}" for other in (r.eager, r.compiled))
         rate = f"{r.bytes / r.ours / 1e9:.1f}"
-        shown.add_row(r.name, f"{r.bytes / 1e6:.0f}", f"{r.ours * 1e3:.2f}", rate, f"{r.of_copy:.2f}", eager)
-    for row in extra:
-        shown.add_row(*row)
+        shown.add_row(r.name, f"{r.bytes / 1e6:.0f}", f"{r.ours * 1e3:.2f}", rate, f"{r.of_copy:.2f}", *others)
     return shown
 
 
@@ -309,6 +366,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5 if DEVICE.type == "cpu" else 20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile of the plain forms")
     parser.add_argument("--json", type=Path, help="write the results there too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -316,10 +374,8 @@ def main() -> None:
     for group in GROUPS:
         made = group(options.elements)
         cases = [c for c in (made if isinstance(made, list) else [made]) if options.only in c.name]
-        results += [measure(case, options.repeat) for case in cases]
-    rows = 512 if DEVICE.type == "cpu" else 8192
-    extra = [linear_loss_row(rows, max(1, options.repeat // 2))] if options.only in "linear + cross entropy" else []
-    Console(width=110).print(table(results, extra))
+        results += [measure(case, options.repeat, options.compile) for case in cases]
+    Console(width=110).print(table(results))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(r), "of_copy": r.of_copy} for r in results], indent=1))
 
