@@ -16,14 +16,14 @@ from partita_kernels.sgd import sgd_
 from partita_kernels.squares import squared_norm
 
 if TYPE_CHECKING:
-    from partita_kernels.attention import attention, attention_piece_backward, visible
+    from partita_kernels.flash import attention, attention_piece_backward, visible
     from partita_kernels.glu import geglu, swiglu
     from partita_kernels.grouped import grouped_matmul
     from partita_kernels.linear_loss import linear_cross_entropy
     from partita_kernels.loss import cross_entropy
     from partita_kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from partita_kernels.parallel_loss import vocab_parallel_cross_entropy
-    from partita_kernels.permute import Order, expert_order, permute, unpermute
+    from partita_kernels.permutation import Order, expert_order, permute, unpermute
     from partita_kernels.quantize import dequantize_blocks_, dequantize_int8, quantize_blocks, quantize_blocks_, quantize_int8
     from partita_kernels.rotary import rope, rope_angles
     from partita_kernels.routing import route
@@ -69,13 +69,13 @@ __all__ = [
 ]
 
 _WHERE = {
-    "attention": ("attention", "attention_piece_backward", "visible"),
+    "flash": ("attention", "attention_piece_backward", "visible"),
     "glu": ("geglu", "swiglu"),
     "grouped": ("grouped_matmul",),
     "linear_loss": ("linear_cross_entropy",),
     "loss": ("cross_entropy",),
     "norm": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
-    "permute": ("Order", "expert_order", "permute", "unpermute"),
+    "permutation": ("Order", "expert_order", "permute", "unpermute"),
     "parallel_loss": ("vocab_parallel_cross_entropy",),
     "quantize": ("dequantize_blocks_", "dequantize_int8", "quantize_blocks", "quantize_blocks_", "quantize_int8"),
     "rotary": ("rope", "rope_angles"),

@@ -125,7 +125,7 @@ def _product(
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         x_at = x_ptr + at * x_stride + k[None, :]
         w_at = w_ptr + group.to(tl.int64) * w_group + k[:, None].to(tl.int64) * w_row + column[None, :].to(tl.int64) * w_col
-        there = (column < width)[None, :] & (group < groups)
+        there = (column < tl.where(group < groups, width, 0))[None, :]
         for start in range(0, depth, DEPTH):
             x = tl.load(x_at, mask=live & (start + k < depth)[None, :], other=0.0)
             w = tl.load(w_at, mask=there & (start + k < depth)[:, None], other=0.0)
@@ -165,8 +165,9 @@ def _outer(
 
 def _tile(element: int, rows: int, columns: int, tile: Tile) -> dict[str, int]:
     """Tiles not much larger than what there is; at least 16, which matrix units take."""
-    sizes = (min(tile[0], power_of_2(max(rows, 16))), min(tile[1], power_of_2(max(columns, 16))), max(16, tile[2] * 2 // element))
-    return dict(zip(("ROWS", "COLUMNS", "DEPTH"), sizes, strict=True))
+    tile = tuple(n * 2 // element for n in tile)
+    sizes = (min(tile[0], power_of_2(max(rows, 1))), min(tile[1], power_of_2(max(columns, 1))), tile[2])
+    return {name: max(16, n) for name, n in zip(("ROWS", "COLUMNS", "DEPTH"), sizes, strict=True)}
 
 
 def _precision(x: Tensor) -> str:

@@ -28,7 +28,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 GATES = {"softmax_all": 0, "softmax_chosen": 1, "sigmoid": 2}
 SIGMOID = GATES["sigmoid"]
-TILE = 2048  # scores that a Triton program holds
+TILE = 1024  # scores that a Triton program holds
 SMALL = 1e-20  # keeps a sum of scores that are all zero out of the denominator
 MOST_EXPERTS = 4096  # that a Triton program holds for one token
 
@@ -116,7 +116,7 @@ def reference_backward(
 
 @kernel
 def _forward(
-    x_ptr, bias_ptr, experts_ptr, gates_ptr, p_ptr, tokens, experts, members, kept, scale, x_stride, K: tl.constexpr, GATE: tl.constexpr,
+    x_ptr, bias_ptr, experts_ptr, gates_ptr, p_ptr, tokens, experts, members, k, kept, scale, x_stride, CHOICES: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, GROUPED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens for each program, their experts as [ROWS, groups, members]."""
@@ -149,33 +149,34 @@ def _forward(
         strength = first + tl.where(second == -float("inf"), 0.0, second)
         g2 = tl.arange(0, GROUPS)[None, :]
         open_ = (g2 * members < experts) & (row[:, None] < tokens)
-        chosen = open_ & (g2 < 0)
+        left = open_ & (g2 < 0)
         for _ in range(kept):
             best = tl.max(tl.where(open_, strength, -float("inf")), 1)
             at = tl.min(tl.where(open_ & (strength == best[:, None]), g2, GROUPS), 1)
-            chosen = chosen | (g2 == at[:, None])
+            left = left | (g2 == at[:, None])
             open_ = open_ & (g2 != at[:, None])
-        free = free & chosen[:, :, None]
-    total = tl.zeros([ROWS], tl.float32)
-    live = row < tokens
-    for j in tl.static_range(K):
+        free = free & left[:, :, None]
+    choice = tl.arange(0, CHOICES)[None, :]
+    chosen = tl.zeros([ROWS, CHOICES], tl.int64)
+    gates = tl.zeros([ROWS, CHOICES], tl.float32)
+    for j in range(k):
         best = tl.max(tl.max(tl.where(free, wanted, -float("inf")), 2), 1)[:, None, None]
         at = tl.min(tl.min(tl.where(free & (wanted == best), e, experts), 2), 1)
         here = e == at[:, None, None]
         gate = tl.sum(tl.sum(tl.where(here, s, 0.0), 2), 1)
-        tl.store(experts_ptr + row * K + j, at.to(tl.int64), mask=live)
-        tl.store(gates_ptr + row * K + j, gate * scale, mask=live)
-        total += gate
+        chosen = tl.where(choice == j, at[:, None].to(tl.int64), chosen)
+        gates = tl.where(choice == j, gate[:, None], gates)
         free = free & (e != at[:, None, None])
     if GATE != 0:
-        for j in tl.static_range(K):
-            gate = tl.load(gates_ptr + row * K + j, mask=live, other=0.0)
-            tl.store(gates_ptr + row * K + j, gate / (total + 1e-20), mask=live)
+        gates = gates / (tl.sum(gates, 1)[:, None] + 1e-20)
+    live = (row < tokens)[:, None] & (choice < k)
+    tl.store(experts_ptr + row[:, None] * k + choice, chosen, mask=live)
+    tl.store(gates_ptr + row[:, None] * k + choice, gates * scale, mask=live)
 
 
 @kernel
 def _backward(
-    dg_ptr, dp_ptr, x_ptr, p_ptr, experts_ptr, dx_ptr, tokens, experts, scale, dg_row, dg_col, dp_row, dp_col, x_stride, K: tl.constexpr,
+    dg_ptr, dp_ptr, x_ptr, p_ptr, experts_ptr, dx_ptr, tokens, experts, k, scale, dg_row, dg_col, dp_row, dp_col, x_stride,
     GATE: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens for each program."""
@@ -194,14 +195,14 @@ def _backward(
     total = tl.zeros([ROWS], tl.float32) + 1e-20
     along = tl.zeros([ROWS], tl.float32)
     if GATE != 0:
-        for j in tl.static_range(K):
-            at = tl.load(experts_ptr + row * K + j, mask=live, other=0)
+        for j in range(k):
+            at = tl.load(experts_ptr + row * k + j, mask=live, other=0)
             score = tl.sum(tl.where(e == at[:, None], s, 0.0), 1)
             total += score
             along += score * tl.load(dg_ptr + row * dg_row + j * dg_col, mask=live, other=0.0)
         along = along / total
-    for j in tl.static_range(K):
-        at = tl.load(experts_ptr + row * K + j, mask=live, other=0)
+    for j in range(k):
+        at = tl.load(experts_ptr + row * k + j, mask=live, other=0)
         dg = tl.load(dg_ptr + row * dg_row + j * dg_col, mask=live, other=0.0)
         if GATE != 0:
             dg = (dg - along) / total
@@ -224,8 +225,8 @@ def triton(logits: Tensor, bias: Tensor | None, o: Choosing, tile: int = TILE) -
     if tokens:
         rows = min(max(1, tile // (groups * width)), power_of_2(tokens))
         _forward[(cdiv(tokens, rows),)](
-            logits, probabilities if bias is None else bias, experts, gates, probabilities, tokens, count, members, o.kept, o.scale,
-            logits.stride(0), K=o.k, GATE=o.gate, BIAS=bias is not None, GROUPED=o.groups > 1, ROWS=rows, GROUPS=groups, MEMBERS=width,
+            logits, probabilities if bias is None else bias, experts, gates, probabilities, tokens, count, members, o.k, o.kept, o.scale,
+            logits.stride(0), CHOICES=power_of_2(o.k), GATE=o.gate, BIAS=bias is not None, GROUPED=o.groups > 1, ROWS=rows, GROUPS=groups, MEMBERS=width,
         )  # fmt: skip
     return experts, gates, probabilities
 
@@ -242,8 +243,8 @@ def triton_backward(
     if tokens:
         rows = min(max(1, tile // width), power_of_2(tokens))
         _backward[(cdiv(tokens, rows),)](
-            dgates, dprobabilities, logits, probabilities, experts, dx, tokens, count, o.scale, *dgates.stride(), *dprobabilities.stride(),
-            logits.stride(0), K=o.k, GATE=o.gate, ROWS=rows, EXPERTS=width,
+            dgates, dprobabilities, logits, probabilities, experts, dx, tokens, count, o.k, o.scale, *dgates.stride(),
+            *dprobabilities.stride(), logits.stride(0), GATE=o.gate, ROWS=rows, EXPERTS=width,
         )  # fmt: skip
     return dx
 

@@ -95,7 +95,11 @@ def _moe_row(tokens: int, width: int, inner: int, experts: int, dtype: torch.dty
         runs["mixtral"] = block
     error = (ours().float() - loop().float()).norm() / loop().float().norm()
     assert error < (1e-5 if dtype == torch.float32 else 3e-2), f"mixture of experts differs by {error:.1e}"
-    seconds = interleaved({n: lambda run=r: torch.autograd.grad(run(), leaves, dy) for n, r in runs.items()}, repeat)
+
+    def trained(run: Run) -> Run:
+        return lambda: torch.autograd.grad(run(), leaves, dy)
+
+    seconds = interleaved({name: trained(run) for name, run in runs.items()}, repeat)
     return {"what": f"MoE: {tokens} tokens, {width} wide, {experts} experts of {inner}", **seconds}
 
 
@@ -225,7 +229,7 @@ def _step_row(name: str, dtype: torch.dtype, repeat: int) -> Row:
         losses[when] = [update(when, descent) for _ in range(5)]
     apart = max(abs(a / b - 1) for a, b in zip(*losses.values(), strict=True))
     adam = torch.optim.AdamW(model.parameters(), fused=True)
-    seconds = interleaved({n: lambda w=w: update(w, adam) for n, w in (("ours", "always"), ("eager", "never"))}, repeat)
+    seconds = interleaved({"ours": lambda: update("always", adam), "eager": lambda: update("never", adam)}, repeat)
     return {"what": f"{name} step, {width} wide, {batch} x {sequence} tokens", **seconds, "losses apart": apart}
 
 

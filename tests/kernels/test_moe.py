@@ -34,7 +34,7 @@ def route64(x, gate, bias, k, groups, kept, scale):
     ("choice", "gate", "dtype"), mixed(CHOICES, ["softmax_all", "softmax_chosen", "sigmoid"], [F32, BF16, F16])
 )
 def test_route(choice, gate, dtype, device, small_blocks):
-    small_blocks("routing", 64, "tile")
+    small_blocks("routing", 256, "tile")
     experts, k, groups, kept = choice
     wide, bias = fresh((9, 2 * experts), dtype, device), fresh((experts,), F32, device) * 0.1
     got = route(wide[:, 1 : experts + 1], k, gate, bias=bias, groups=groups, kept_groups=kept, scale=2.5)[0]
@@ -84,7 +84,7 @@ def some_choices(tokens, k, experts, device):
 
 @pytest.mark.parametrize(("tokens", "k", "experts"), [(0, 2, 3), (1, 1, 2), (37, 3, 5), (50, 2, 64)])
 def test_order(tokens, k, experts, device, small_blocks):
-    small_blocks("permute", 16)
+    small_blocks("permutation", 16)
     choices = some_choices(tokens, k, experts, device)
     order = expert_order(choices, experts)
     flat = choices.reshape(-1).tolist()
@@ -101,7 +101,7 @@ def test_order(tokens, k, experts, device, small_blocks):
 @pytest.mark.parametrize(("gated", "dtype"), [(True, F32), (False, F32), (True, BF16), (False, F16)])
 def test_permute_and_unpermute(gated, dtype, device, small_blocks):
     """Each against sums in a plain loop; what a choice without an expert has is not looked at."""
-    small_blocks("permute", 32)
+    small_blocks("permutation", 32)
     choices = some_choices(11, 3, 4, device)
     order = expert_order(choices, 4)
     x, rows, gates = fresh((11, 2, 37), dtype, device), fresh((33, 37), dtype, device), torch.rand(11, 3, device=device)

@@ -80,7 +80,8 @@ def reference_back(rows: Tensor, places: Tensor, gates: Tensor | None) -> Tensor
     """As `unpermute`."""
     total = wide(rows.new_zeros(places.shape[0], rows.shape[1]))
     for j in range(places.shape[1]):
-        total += _picked(rows, places[:, j]) * (1.0 if gates is None else gates[:, j, None])
+        picked = _picked(rows, places[:, j])
+        total += picked if gates is None else picked * gates[:, j, None].masked_fill(places[:, j, None] < 0, 0.0)
     return total.to(rows.dtype)
 
 
@@ -133,7 +134,7 @@ def _gather(x_ptr, slots_ptr, places_ptr, gates_ptr, y_ptr, k, n, x_stride, GATE
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + row)
     there = tl.load(places_ptr + slot) >= 0
-    x = tl.load(x_ptr + (slot // k) * x_stride + c, mask=(c < n) & there, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + (slot // k) * x_stride + c, mask=c < tl.where(there, n, 0), other=0.0).to(tl.float32)
     if GATES:
         x = tl.where(there, x * tl.load(gates_ptr + slot), 0.0)  # a choice without an expert gives zeros, whatever its gate
     tl.store(y_ptr + row * n + c, x.to(y_ptr.dtype.element_ty), mask=c < n)
@@ -147,7 +148,7 @@ def _combine(rows_ptr, places_ptr, gates_ptr, y_ptr, k, n, count, stride, GATES:
     for j in range(k):
         place = tl.load(places_ptr + token * k + j)
         there = (place >= 0) & (place < count)
-        x = tl.load(rows_ptr + place * stride + c, mask=(c < n) & there, other=0.0).to(tl.float32)
+        x = tl.load(rows_ptr + place * stride + c, mask=c < tl.where(there, n, 0), other=0.0).to(tl.float32)
         if GATES:
             x = tl.where(
                 there, x * tl.load(gates_ptr + token * k + j), 0.0
@@ -161,12 +162,12 @@ def _dots(x_ptr, rows_ptr, places_ptr, out_ptr, k, n, count, x_stride, stride, B
     """One choice for each program."""
     choice = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + choice)
-    there = (place >= 0) & (place < count)
+    end = tl.where((place >= 0) & (place < count), n, 0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + (choice // k) * x_stride + c, mask=(c < n) & there, other=0.0).to(tl.float32)
-        total += x * tl.load(rows_ptr + place * stride + c, mask=(c < n) & there, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + (choice // k) * x_stride + c, mask=c < end, other=0.0).to(tl.float32)
+        total += x * tl.load(rows_ptr + place * stride + c, mask=c < end, other=0.0).to(tl.float32)
     tl.store(out_ptr + choice, tl.sum(total, 0))
 
 

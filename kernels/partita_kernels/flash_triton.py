@@ -6,7 +6,7 @@ atomically and results are the same each time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -198,10 +198,10 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 else t.contiguous()
 
 
-def _constants(q: Tensor, tiles: tuple[int, int], queries: int, keys: int) -> dict[str, object]:
+def _constants(q: Tensor, tiles: tuple[int, int], queries: int, keys: int) -> dict[str, Any]:
     """Tiles of about the same bytes for every width of head and dtype, at least 16."""
     dim = max(16, power_of_2(q.shape[3]))
-    share = max(1, dim * q.element_size() // 256)
+    share = max(1, dim * q.element_size() // 256) * q.element_size() // 2
     rows = [max(16, min(n // share, power_of_2(max(1, most)))) for n, most in zip(tiles, (queries, keys), strict=True)]
     precise = "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return {"QUERIES": rows[0], "KEYS": rows[1], "DIM": dim, "PRECISION": precise}
@@ -216,7 +216,7 @@ def triton(
 ) -> tuple[Tensor, Tensor]:
     """As `reference`."""
     if _fallback(q):
-        from partita_kernels.attention import reference
+        from partita_kernels.flash import reference
 
         return reference(q, k, v, low, high, scale)
     q, k, v = map(_rows, (q, k, v))
@@ -238,7 +238,7 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `reference_backward`."""
     if _fallback(q):
-        from partita_kernels.attention import reference_backward
+        from partita_kernels.flash import reference_backward
 
         return reference_backward(dout, dlse, q, k, v, out, lse, low, high, scale)
     q, k, v, dout, out, lse = *map(_rows, (q, k, v, dout.to(q.dtype), out)), lse.contiguous()
@@ -256,13 +256,13 @@ def triton_backward(
         )
         _backward_q[(cdiv(queries, own["QUERIES"]), b * heads)](
             dout, q, k, v, lse, delta, dq, low, high, scale * LOG2E, scale, heads, heads // groups, *shapes, bound, *strides, **constants,
-            num_warps=4, num_stages=2,
+            num_warps=8, num_stages=2,
         )  # fmt: skip
     if k.numel():
         begin, end = _turned(low, high, keys)
         _backward_kv[(cdiv(keys, constants["KEYS"]), b * groups)](
             dout, q, k, v, lse, delta, dk, dv, low, high, begin, end, scale * LOG2E, scale, groups, heads // groups, *shapes, bound,
-            keys if bound else 0, *strides, **constants, num_warps=4, num_stages=2,
+            keys if bound else 0, *strides, **constants, num_warps=8, num_stages=2,
         )  # fmt: skip
     return dq, dk, dv
 

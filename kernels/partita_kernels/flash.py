@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from partita_kernels.attention_triton import triton, triton_backward
 from partita_kernels.dispatch import Operation
+from partita_kernels.flash_triton import triton, triton_backward
 from partita_kernels.rows import wide
 
 Tensor = torch.Tensor
