@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WORKERS ?= 2
 
 .PHONY: help train test kernels lint format bench bench-peers clean
 help: ## what can be made
@@ -20,9 +21,9 @@ train: $(READY) ## train the default job (a GPT on the standard library's text, 
 	@echo "training: python scripts/train.py $(ARGS)"
 	@$(BIN)/python scripts/train.py $(ARGS)
 
-test: $(READY) ## run the tests; ARGS="tests/state -k name" selects
-	@echo "testing: pytest $(ARGS)"
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run all tests, files beside each other in WORKERS (2) processes; ARGS="tests/state -k name" selects, one after the other
+	@echo "testing: pytest $(or $(ARGS),--numprocesses=$(WORKERS) --dist=loadfile)"
+	@$(BIN)/python -m pytest $(or $(ARGS),--numprocesses=$(WORKERS) --dist=loadfile)
 
 kernels: $(READY) ## check every kernel without a GPU: interpreter with memory checks, compiled for four GPUs, table of what they take
 	@TRITON_DEFAULT_FP_FUSION=1 PARTITA_LONG_TESTS=1 PARTITA_KERNEL_TESTS=interpreter $(BIN)/python -m pytest --timeout=600 tests/kernels $(ARGS)
