@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
 import psutil
 import pytest
-from programs import TOYS, Program, environment
+from programs import ROOT, TOYS, Program, environment
+from torch.distributed import HashStore
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+import commands
 
 from partita.errors import ConfigError
 from partita.runtime.joining import adopt, check_joined, hosts, joined
+from partita.runtime.meeting import agree_on_start
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -45,6 +53,41 @@ def test_a_failure_under_torchrun_is_told_once(tmp_path: Path) -> None:
         assert program.alive() == []
     finally:
         program.end()
+
+
+def test_a_start_finds_its_own_part_of_a_store_that_outlived_others() -> None:
+    """Three starts of three ranks, with a store that keeps all they have said; in the second one, rank 2 was killed half-way."""
+    store, names = HashStore(), []
+    for start in range(3):
+        if start == 1:
+            store.set("question/2", "of a rank that is gone")
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda rank: agree_on_start(store, rank, 3, 20.0), (2, 1, 0)))
+        assert len(set(found)) == 1
+        names.append(found[0])
+    assert len(set(names)) == 3
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not come"):
+        agree_on_start(HashStore(), 0, 2, 0.1)
+
+
+@pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="many imports: PARTITA_LONG_TESTS=1 runs it")
+@pytest.mark.timeout(300)
+def test_torchrun_starts_again_and_the_run_goes_on_from_memory(tmp_path: Path) -> None:
+    """A rank is killed; nothing is on the disk. The losses are those of a run that nobody disturbed, and no memory is left."""
+    (tmp_path / "memory").mkdir()
+    run = (*commands.TINY, "train.steps=20", "+strategy=zero2", "parallel.data=2", "lr_schedule=constant")
+    kill = ("+faults=kill", "faults.rank=1", "faults.step=12", "train.memory_every=2", f"train.memory_path={tmp_path}/memory")
+    head = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    script = str(ROOT / "scripts" / "train.py")
+    program = Program([*head, script, f"run.dir={tmp_path}/run", *run, *kill, "train.save_every=0"], tmp_path / "out")
+    try:
+        assert program.status(240) == 0, program.err[-3000:]
+    finally:
+        program.end()
+    assert f"resumed from {tmp_path}/memory/partita_memory_" in program.out
+    commands.train(tmp_path / "whole", *run)
+    assert commands.column(tmp_path / "run", "loss") == commands.column(tmp_path / "whole", "loss")
+    assert os.listdir(tmp_path / "memory") == []
 
 
 def test_slurm_starts_the_ranks_and_we_join(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from partita.errors import RunInterrupted
 from partita.runtime import failure, phase
 from partita.runtime.device import Device
 from partita.runtime.logs import Logs
+from partita.runtime.meeting import meeting_store
 from partita.runtime.signals import StopFlag
 from partita.runtime.spec import RunSpec
 from partita.runtime.watch import Watch, die_with
@@ -102,7 +103,12 @@ def _work(entry: Entry, spec: RunSpec, origin: Origin, logs: Logs) -> Outcome:
 def _connect(spec: RunSpec) -> None:
     device = Device.current()
     limit = timedelta(seconds=spec.config["launch"]["timeout"])
-    dist.init_process_group(device.backend, timeout=limit, device_id=None if device.kind == "cpu" else device.torch_device)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own, store = None if device.kind == "cpu" else device.torch_device, meeting_store(rank, world, limit)
+    if store is None:
+        dist.init_process_group(device.backend, timeout=limit, device_id=own)
+    else:
+        dist.init_process_group(device.backend, timeout=limit, device_id=own, store=store, rank=rank, world_size=world)
 
 
 def _disconnect() -> None:
