@@ -14,10 +14,8 @@ units before it compute. Reductions are issued in one fixed order on all ranks, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +31,10 @@ from partita.state.copies import Copies
 from partita.state.journal import Journal
 from partita.state.layout import RuleLayout, build_layout, dtype_of, nested_cuts
 from partita.state.optimizers import Rule, State, rule_reason
+from partita.state.saved import buffer_slices, renew_copies, slices_to_load, slices_to_save
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
-from partita.state.stored import Source, allocated, fill_buffers, initial, slices_of
+from partita.state.stored import Source, allocated, fill_buffers, initial
 from partita.state.tiers import FarUpdater, Homes, Tier
 from partita.state.unit import Unit
 from partita.state.units import ROOT, SHARED, Binding, BoundSpec, Stages, bind_parameters, find_units
@@ -521,54 +520,18 @@ class StateEngine:
     def save_slices(self) -> list[StateSlice]:
         """This rank's part of all states: parts of all ranks are disjoint and cover each state once."""
         self.settle()
-        out: list[StateSlice] = []
-        for bucket in self.buckets:
-            out += bucket.wire_slices()
-            if not self._copies.owns(bucket):
-                continue
-            copy, copies = bucket.groups.copy, bucket.groups.copies  # they share the work of saving
-            for s, lo, hi in bucket.layout.owned(bucket.index):
-                a = lo + (hi - lo) * copy // copies
-                b = lo + (hi - lo) * (copy + 1) // copies
-                if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
-                    out += slices_of(bucket, s, a, b)
-        if not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline"):
-            for name, tensor in self._saved_buffers():
-                if self.stages is not None and name not in self.stages.buffers:
-                    continue
-                out.append(
-                    StateSlice(
-                        f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().reshape(-1)
-                    )
-                )
-        return out
+        out = slices_to_save(self.buckets, self._copies.owns)
+        first = not any(at for axis, at in self.mesh.coordinates.items() if axis != "pipeline")
+        return out + buffer_slices(self.model, self.stages.buffers if self.stages is not None else None) if first else out
 
     def load_slices(self) -> list[StateSlice]:
         """All that this rank needs, as views that a load writes into."""
         self.settle()
-        out: list[StateSlice] = []
-        for bucket in self.buckets:
-            for s, lo, hi in bucket.layout.owned(bucket.index):
-                out += slices_of(bucket, s, lo, hi)
-            out += [replace(s, optional=True) for s in bucket.wire_slices()]
-        for name, tensor in self._saved_buffers():
-            out.append(
-                StateSlice(f"buffer.{name}", tuple(tensor.shape), tensor.dtype, 0, tensor.numel(), tensor.detach().view(-1))
-            )
-        return out
-
-    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        hidden = {f"{p}.{k}" if p else k for p, m in self.model.named_modules() for k in m._non_persistent_buffers_set}
-        return [(n, b) for n, b in self.model.named_buffers() if n not in hidden]
+        return slices_to_load(self.buckets) + buffer_slices(self.model)
 
     def after_load(self) -> None:
         """The shards have been written from outside: renew the compute copies."""
-        for bucket in self.buckets:
-            for array in bucket.arrays.values():
-                array.flush()
-            if bucket.own is not bucket.master:
-                bucket.own.write(bucket.master.whole().to(bucket.own.dtype)).settle()
-            bucket.updated()
+        renew_copies(self.buckets)
 
     def extra_state(self) -> dict[str, Any]:
         """What is not a tensor: count of updates, loss scale. JSON-able."""

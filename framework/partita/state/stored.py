@@ -1,9 +1,8 @@
-"""Between shards and what is stored: values that a parameter begins with, and the slices that a checkpoint saves and loads."""
+"""What states begin with, and the bytes that they take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -11,8 +10,6 @@ from torch import nn
 from partita.errors import PartitaError
 from partita.state.bucket import Bucket
 from partita.state.layout import Segment, StateLayout
-from partita.state.slices import StateSlice
-from partita.state.tiers import Array
 
 Source = Callable[[str, tuple[int, ...]], torch.Tensor]
 
@@ -29,31 +26,6 @@ def initial(source: Source, segment: Segment) -> torch.Tensor:
     return value
 
 
-def slices_of(bucket: Bucket, s: Segment, lo: int, hi: int) -> Iterator[StateSlice]:
-    """All states of elements [lo, hi) of a parameter, which lie in this rank's shard."""
-    yield from _like_the_weights(bucket, s, lo, hi, f"model.{s.name}", bucket.master)
-    for name, state in bucket.formats.items():
-        key, array = f"optimizer.{s.name}.{name}", bucket.arrays[name]
-        if state.shape is not None:
-            start, numel = bucket.own_shape(name, s)
-            if lo == 0:  # where several ranks share the work, the first one has all of it
-                yield StateSlice(key, state.shape(s.shape), array.dtype, 0, numel, array.near[start : start + numel])
-        elif state.block > 1:
-            first, last = -(-lo // state.block), -(-hi // state.block)
-            at = (s.offset - bucket.index * bucket.layout.shard) // state.block
-            shape = (-(-s.numel // state.block),)
-            yield StateSlice(key, shape, array.dtype, first, last, array.near[at + first : at + last])
-        else:
-            yield from _like_the_weights(bucket, s, lo, hi, key, array)
-
-
-def _like_the_weights(bucket: Bucket, s: Segment, lo: int, hi: int, key: str, array: Array) -> Iterator[StateSlice]:
-    start = s.offset - bucket.index * bucket.layout.shard
-    for at, to, n in list(s.part.runs(lo, hi)) or [(lo, lo, 0)] * (math.prod(s.part.shape) == 0):
-        for a, b, data in array.spans(start + at, start + at + n):
-            yield StateSlice(key, s.part.shape, data.dtype, to + a - start - at, to + b - start - at, data)
-
-
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
     """Have all buffers of a model on the device, with their values. Raises PartitaError where nothing fills one."""
     for module in model.modules():
@@ -65,8 +37,8 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
             raise PartitaError(f"buffer {name!r} is on the meta device and its module has no init_buffers(device) to fill it")
     for module in model.modules():
         for key, held in module._buffers.items():
-            if held is not None and held.device != device:
-                module._buffers[key] = held.to(device)
+            if held is not None and (held.device != device or not held.is_contiguous()):  # loads write into them
+                module._buffers[key] = held.to(device).contiguous()
 
 
 def allocated(buckets: Sequence[Bucket], layout: StateLayout, place: str) -> dict[str, int]:
