@@ -147,9 +147,8 @@ class Session:
         rule, *others = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
         context = CollectiveContext(self.mesh, self.plan, Transport())
         collectives = registry.provide("collective", self.plan.collectives.provider)(context)
-        prefetch = int(self.plan.extensions.get("prefetch", 1))
         tiers = make_tiers(self)
-        self.engine = StateEngine(model, self.plan, self.mesh, config.optimizer, rule, collectives, prefetch, tiers, others)
+        self.engine = StateEngine(model, self.plan, self.mesh, config.optimizer, rule, collectives, tiers, others)
         self.engine.materialize(self._source())
         self._schedule = registry.provide("lr_schedule", config.lr_schedule.name)(config.lr_schedule, config.train.steps)
         self._share = 1.0 / (self.plan.layout.data * self.plan.schedule.micro_batches)

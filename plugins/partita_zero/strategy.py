@@ -1,6 +1,7 @@
 """Decides section `placement`: a row of the preset table, with cells written out by hand where the user did.
 
-Extension `prefetch` of the plan: units gathered ahead of the one that computes.
+Extensions of the plan: `prefetch`, units gathered ahead of the one that computes; `max_gathered`, bytes of weights that are whole at once
+(None: no bound of its own).
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ def partita_config() -> ConfigContribution:
 
 @hookimpl
 def partita_decide(draft: PlanDraft) -> None:
-    """The placement, and in extension `gathering` how far gathers may run ahead."""
+    """The placement, and in extensions how far gathers may run ahead."""
     config = draft.config.zero
     row = _row(draft, config)
     cells = {state: _cell(draft, state, getattr(config, state), getattr(row, state)) for state in STATES}
     placement = Placement(**cells)
     draft.write("placement", placement)
     draft.extend("prefetch", _prefetch(draft, placement))
+    draft.extend("max_gathered", config.max_gathered if _gathers(draft, placement) else None)
     _tell(draft, placement, draft.get("layout"))
 
 
@@ -60,10 +62,16 @@ def _cell(draft: PlanDraft, state: str, asked: list[str] | None, preset: tuple[s
     return tuple(axis for axis in AXES if axis in asked)
 
 
+def _gathers(draft: PlanDraft, placement: Placement) -> bool:
+    """Whether weights are cut in more than one part."""
+    layout: Layout = draft.get("layout")
+    return layout.size(placement.parameters) > 1
+
+
 def _prefetch(draft: PlanDraft, placement: Placement) -> int:
     """Units gathered ahead: as asked, or fewer where max_gathered has no room for the root, the unit at work and all of those."""
     config = draft.config.zero
-    if not placement.parameters or draft.get("layout").size(placement.parameters) == 1 or config.max_gathered is None:
+    if config.max_gathered is None or not _gathers(draft, placement):
         return max(0, config.prefetch)
     root, block = draft.block_bytes(draft.get("precision").compute)
     room = max(0, (config.max_gathered - root) // max(1, block) - 1)
@@ -111,6 +119,10 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
             reason = f"{state} are cut over {missing}, but the optimizer over {cut} only: it would have no whole shard to update."
             problems.append(Problem(f"zero.{state}", reason, f"Add {missing} to zero.optimizer, or take it out of zero.{state}."))
     problems += _narrower(plan)
+    if plan.extensions.get("max_gathered") is not None and plan.layout.pipeline > 1 and plan.schedule.gather != "action":
+        reason = f"a pipeline with parallel.gather={plan.schedule.gather} holds whole stages, whatever the bound."
+        remedy = "Set parallel.gather=action with a schedule that doesn't split backward, or drop zero.max_gathered."
+        problems.append(Problem("zero.max_gathered", reason, remedy))
     if config.prefetch < 0:
         problems.append(
             Problem(

@@ -38,9 +38,7 @@ def peak(rank: int, world: int, plan: Plan, sizes: tuple[int, int, int, int], se
     with LiveTensors() as live:
         host["live"] = live
         mesh = Mesh(plan.layout, rank, torch.device("cpu"))
-        engine = StateEngine(
-            model, plan, mesh, config, make_adamw(config), prefetch=int(plan.extensions["prefetch"]), tiers=tiers
-        )
+        engine = StateEngine(model, plan, mesh, config, make_adamw(config), tiers=tiers)
         engine.materialize(lambda _n, shape: torch.full(shape, 0.01))
         live.peak = 0
         for step in range(3):

@@ -344,9 +344,8 @@ def diverge(rank: int, world: int, placement: str, prefetch: int) -> None:
     import torch.distributed as dist
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
-    made, config = make_plan(world, placement), sgd()
-    mesh = Mesh(made.layout, rank, torch.device("cpu"))
-    engine = StateEngine(Gated(), made, mesh, config, make_sgd(config), prefetch=prefetch)
+    made, config = replace(make_plan(world, placement), extensions={"prefetch": prefetch}), sgd()
+    engine = StateEngine(Gated(), made, Mesh(made.layout, rank, torch.device("cpu")), config, make_sgd(config))
     engine.materialize()
     engine.begin_step()
     engine.backward(engine.model(torch.ones(2, 4), skip=rank).sum(), last=True)

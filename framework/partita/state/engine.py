@@ -8,8 +8,8 @@
             engine.backward(loss(model(batch)), last=i == len(micro_batches) - 1)
         norm = engine.finish_gradients(); engine.update(lr, clip)
 
-A unit's weights are gathered before its forward and backward and the next unit's meanwhile; its gradients are reduced while the
-units before it compute. Reductions are issued in one fixed order on all ranks, whatever the order in which a rank finishes them.
+When weights are whole is the business of `partita.state.gathers`. Gradients of a unit are reduced while others compute, in one order on all
+ranks, whatever the order in which a rank finishes them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
-from partita.plan.activations import tensors_in
 from partita.plan.plan import AXES, GRADIENT_AXES, Plan
 from partita.runtime.collectives import Collectives, collectives_for, nested_all_gather
 from partita.runtime.mesh import Mesh
 from partita.state.bucket import Bucket, BufferPool, Groups
 from partita.state.copies import Copies
+from partita.state.gathers import Gathers
 from partita.state.journal import Journal
 from partita.state.layout import RuleLayout, build_layout, dtype_of, nested_cuts
 from partita.state.optimizers import Rule, State, rule_reason
@@ -49,7 +49,8 @@ class StateEngine:
     """All states of one model on one rank. See the module's docstring for the order of calls.
 
     model: on the meta device, or real (its weights are then kept by `materialize()` without a source). rule: update rule.
-    optimizer: config node with lr, groups, weight_decay, decay_1d. prefetch: units gathered ahead.
+    optimizer: config node with lr, groups, weight_decay, decay_1d. Of the plan's extensions `prefetch` says how many units are gathered
+    ahead (1), and `max_gathered` how many bytes of weights may be whole at once (no bound).
     tiers: for each place in the plan's tiers but `accelerator`, what holds its states.
     more_rules: of groups that have another rule, in the order of `optimizers.rule_names`.
     Raises PartitaError where a parameter has no float dtype, or a rule can't update it.
@@ -63,7 +64,6 @@ class StateEngine:
         optimizer: Any,
         rule: Rule,
         collectives: Collectives | None = None,
-        prefetch: int = 1,
         tiers: Mapping[str, Tier] | None = None,
         more_rules: Sequence[Rule] = (),
     ) -> None:
@@ -77,7 +77,6 @@ class StateEngine:
         self.layout = build_layout(BoundSpec(self.bindings), plan, rules, optimizer)
         self._refuse_rules()
         self._collectives = collectives or collectives_for(self.device)
-        self._prefetch = prefetch
         self._homes = Homes(self.layout, tiers or {}, self.device)
         self._far = self._make_far_updater([])
         self._cut = tuple(a for a in AXES if a in self.layout.placement.optimizer)
@@ -92,15 +91,14 @@ class StateEngine:
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
         self.share = 1.0  # of one token in the objective, set by the executor: for terms that are attached inside the model
-        self._in_backward = False
-        self._kept: Unit | None = None  # a unit that stays whole for the next micro-batch
         self._order: Sequence[Unit] = ()  # to be reduced by the backward under way
+        self._ended: list[Unit] = []  # units in the order in which their gradients were complete
         self._due: Mapping[Unit, bool] = {}
         self._issue = 0
         self._stash: list[tuple[nn.Parameter, Gradient]] | None = None
         self._pending: list[Unit] = []
         self._scale = torch.zeros((), dtype=torch.float32, device=self.device)
-        self._keep_all = self._micro = 0
+        self._micro = 0
 
     # ------------------------------------------------------------------ building
 
@@ -161,12 +159,15 @@ class StateEngine:
         self.blocks = blocks
         self.units = [*blocks, self.root]
         self.buckets = [b for u in self.units for b in u.buckets]
+        self._trainable = [b for u in [*reversed(blocks), self.root] for b in u.trainable]
         self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
+        self._learns = self.stages is None  # the order of reductions, in the first update
         self._updates = build_updates(self.buckets, self.layout, self.rules, self._collectives)
-        self._next, self._previous = self._neighbours()
         # in the order in which the next forward pass needs them
         self._far = self._make_far_updater([b for u in [self.root, *blocks] for b in u.trainable])
         self._place = {s.name: (b, i) for b in self.buckets for i, s in enumerate(b.layout.segments)}
+        prefetch, limit = self.plan.extensions.get("prefetch", 1), self.plan.extensions.get("max_gathered")
+        self.gathers = Gathers(self.model, self.root, blocks, self.stages, prefetch, limit)
         self._install_hooks()
 
     def _real_parameter(self, binding: Binding) -> nn.Parameter:
@@ -186,23 +187,9 @@ class StateEngine:
             bucket.wait_updated = lambda b=bucket: far.wait(b)  # type: ignore[misc]
         return far
 
-    def _neighbours(self) -> tuple[list[list[Unit]], list[list[Unit]]]:
-        """For each block those to gather ahead in forward and in backward, and one to fetch: of its own stage only."""
-        by_name = {unit.name: unit for unit in self.blocks}
-        stages = [[by_name[name] for name in stage] for stage in self.stages.blocks] if self.stages else [self.blocks]
-        far = self._prefetch + 1
-        following = [stage[i + 1 : i + 1 + far] for stage in stages for i in range(len(stage))]
-        previous = [stage[max(0, i - far) : i][::-1] for stage in stages for i in range(len(stage))]
-        return following, previous
-
     def _install_hooks(self) -> None:
         if any(b.groups.shard.size > 1 for b in self.buckets) or self._homes.any:
-            if self.stages is None:  # else an executor runs parts of the model, and asks for the root itself
-                self.model.register_forward_pre_hook(self._before_model)
-                self.model.register_forward_hook(self._after_model)
-            for i, unit in enumerate(self.blocks):
-                unit.module.register_forward_pre_hook(lambda _m, _a, i=i: self._before_forward(i))
-                unit.module.register_forward_hook(lambda _m, _a, out, i=i: self._after_forward(i, out))
+            self.gathers.install()
         self._slots: dict[nn.Parameter, tuple[Unit, Bucket, int]] = {}
         for unit in self.units:
             for bucket in unit.trainable:
@@ -211,50 +198,12 @@ class StateEngine:
                     self._slots[parameter] = (unit, bucket, k)
                     parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
 
-    # ------------------------------------------------------------------ forward
-
-    def _before_model(self, _module: nn.Module, _args: Any) -> None:
-        self.root.gather()
-        if self.blocks:
-            self.blocks[0].gather()
-        self.root.wait_gathered()
-
-    def _after_model(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() and not self._keep_all:
-            for unit in self.units:
-                unit.free()
-
-    def _gather_ahead(self, units: list[Unit]) -> None:
-        for ahead in units[: self._prefetch]:
-            ahead.gather()
-        for later in units[self._prefetch :]:
-            later.fetch()
-
-    def _before_forward(self, i: int) -> None:
-        self._gather_ahead(self._next[i])
-        self.blocks[i].wait_gathered()
-
-    def _after_forward(self, i: int, output: Any) -> None:
-        needed_next = self.stages is None and i + 1 == len(self.blocks) and torch.is_grad_enabled()
-        if not self._in_backward and not self._keep_all and not needed_next:
-            self.blocks[i].free()
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _g, i=i: self._before_backward(i))
-
-    def _before_backward(self, i: int) -> None:
-        self._gather_ahead(self._previous[i])
-        self.blocks[i].wait_gathered()
-        after = self.blocks[i + 1] if i + 1 < len(self.blocks) else None
-        if after is not None and after.partly_frozen and after.arrived == after.expected:
-            self._free_used(after)  # the gradient of its input is complete
-
     # ------------------------------------------------------------------ backward
 
     def begin_step(self) -> None:
         """Before the first micro-batch of an update."""
         self._micro = 0
+        self.gathers.begin_step()
         self._collectives.begin_step(self.updates + 1)
         for unit in self.units:
             for bucket in unit.trainable:
@@ -263,17 +212,16 @@ class StateEngine:
     @property
     def recomputing(self) -> bool:
         """Whether a forward that runs now is run again, for backward."""
-        return self._in_backward
+        return self.gathers.in_backward
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Backward of one micro-batch. `loss` (0-d) is this micro-batch's share of the global mean; `last`: of this update."""
         self._micro += 1
         reduces = last or (self.cuts_gradients and self._micro % self.plan.schedule.reduce_every == 0)
         self.root.wait_gathered()  # an evaluation may have freed it since the forward
-        self._kept = self.blocks[0] if self.blocks and not last else None
-        with self.backward_of(self.units, dict.fromkeys(self.units, last) if reduces else {}):
+        due = dict.fromkeys(self.units, last) if reduces else {}
+        with self.gathers.backward(last=last), self.backward_of(self.units, due):
             self.scaler.scale(loss).backward()
-        self._kept = None
 
     @property
     def cuts_gradients(self) -> bool:
@@ -291,17 +239,15 @@ class StateEngine:
             unit.arrived = 0
         self._order, self._due = [u for u in self._reduce_order if u in due], due
         self._issue = 0
-        self._in_backward = True
-        try:
+        self._ended.clear()
+        with self.gathers.backwards():
             yield
-        finally:
-            self._in_backward = False
         self._issue_ready()
         while self._pending:
             self._finish(self._pending.pop(0))
         self._order = ()
         for unit in units:
-            self._free_used(unit)
+            self.gathers.done(unit)
 
     @contextmanager
     def stashed(self, stash: list[tuple[nn.Parameter, Gradient]]) -> Iterator[None]:
@@ -338,18 +284,15 @@ class StateEngine:
         unit.arrived += 1
         if unit.arrived == unit.expected:
             if not unit.partly_frozen:  # frozen weights may still be needed for the gradient of the input
-                self._free_used(unit)
+                self.gathers.done(unit)
+            self._ended.append(unit)
             self._issue_ready()
-
-    def _free_used(self, unit: Unit) -> None:
-        if unit is not self.root and unit is not self._kept and not self._keep_all:
-            unit.free()
 
     def _issue_ready(self) -> None:
         """Start reductions in the fixed order, as far as units are complete; at most two are under way."""
         while self._issue < len(self._order):
             unit = self._order[self._issue]
-            if unit.arrived < unit.expected and self._in_backward:
+            if unit.arrived < unit.expected and self.gathers.in_backward:
                 return
             self._issue += 1
             for bucket in unit.trainable:
@@ -370,25 +313,44 @@ class StateEngine:
 
         extra: 1-D float64 values of this rank, e.g. its loss; they ride on the norm's own all-reduce.
         """
-        trainable = [b for u in self._reduce_order for b in u.trainable]
+        trainable = self._trainable
         for work in [b.reduce_replicas() for b in trainable if b.groups.shard.size > 1 and b.groups.replicas.size > 1]:
             work.wait()
         for bucket in trainable:
             self._copies.sum(bucket)
         square = self._square([b for b in trainable if self._copies.owns(b)], extra.dtype)
-        packed = torch.cat([square, extra.to(self.device), self._journal.values(extra.dtype, self.device)])
+        places = self._places(extra.dtype)
+        packed = torch.cat([square, extra.to(self.device), self._journal.values(extra.dtype, self.device), *places])
         self._collectives.all_reduce(packed, self._everyone).wait()
-        square_sum, *values, digests, squares = packed.tolist()
+        square_sum, *values = packed.tolist()
+        if places:
+            count = len(values) - len(self._reduce_order)
+            self._learn(values[count:])
+            del values[count:]
+        *values, digests, squares = values
         if self._compares and packed.dtype == torch.float64:
             self._journal.compare(digests, squares, self._everyone.size)
         return self._norm(square_sum), values
+
+    def _places(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """In the first update: for each unit of `_reduce_order` the place at which it was complete here."""
+        if not self._learns:
+            return []
+        place = {id(unit): i for i, unit in enumerate(self._ended)}
+        found = [float(place.get(id(unit), len(self.units))) for unit in self._reduce_order]
+        return [torch.tensor(found, dtype=dtype, device=self.device)]
+
+    def _learn(self, places: list[float]) -> None:
+        """From now on reduce in the order in which gradients are complete: that of all ranks together, so that it is one."""
+        self._learns = False
+        self._reduce_order = [u for _, u in sorted(zip(places, self._reduce_order, strict=True), key=lambda pair: pair[0])]
 
     def _norm(self, square_sum: float) -> float:
         return (square_sum**0.5 if square_sum >= 0 else float("nan")) / self.scaler.value
 
     def gradient_norm(self) -> float:
         """The global gradient norm anew, after gradients have been changed since `finish_gradients`. Collective."""
-        square = self._square([b for u in self._reduce_order for b in u.trainable if self._copies.owns(b)], torch.float64)
+        square = self._square([b for b in self._trainable if self._copies.owns(b)], torch.float64)
         self._collectives.all_reduce(square, self._everyone).wait()
         return self._norm(float(square))
 
@@ -444,7 +406,7 @@ class StateEngine:
                 bucket.updated()
         self._far.start(self.updates, lr, self._scale)
         if not self._homes.any:  # else the first ones wait for their update, which goes on beside other work
-            self._prefetch_first()
+            self.gathers.first()
         return True
 
     def settle(self) -> None:
@@ -457,29 +419,13 @@ class StateEngine:
         self._far.close()
         self._homes.close()
 
-    def _prefetch_first(self) -> None:
-        """Start the gathers that the next forward needs first; ranks can go on with other work meanwhile."""
-        self.root.gather()
-        if self.blocks:
-            self.blocks[0].gather()
-
     # ------------------------------------------------------------------ access
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         """All weights whole on this rank, as long as the context lasts. Collective."""
-        self._keep_all += 1
-        for unit in self.units:
-            unit.gather()
-        for unit in self.units:
-            unit.wait_gathered()
-        try:
+        with self.gathers.all_whole():
             yield
-        finally:
-            self._keep_all -= 1
-            if not self._keep_all:
-                for unit in self.units:
-                    unit.free()
 
     def full_tensor(self, name: str, kind: str = "parameter") -> torch.Tensor:
         """A whole state of one parameter, in the shape of the global tensor. Collective over the ranks that hold parts of it.

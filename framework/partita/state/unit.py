@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from partita.state.bucket import Bucket
+from partita.state.bucket import Bucket, Weights
 
 
 class Unit:
@@ -17,6 +17,13 @@ class Unit:
         self.expected = sum(len(b.layout.segments) for b in self.trainable)
         self.arrived = 0
         self.held = 0  # reasons to keep the weights whole
+        # of weights that are whole for a time only
+        self.bytes = sum(b.layout.numel * b.full.element_size() for b in buckets if b.cut)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all weights are gathered, or being gathered."""
+        return all(b.weights is not Weights.SHARDED for b in self.buckets)
 
     def gather(self) -> None:
         """Start gathering what is not whole."""

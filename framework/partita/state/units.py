@@ -11,6 +11,7 @@ from partita.errors import PartitaError
 from partita.state.parts import Part, declared
 
 ROOT = "root"  # unit of everything that is in no block
+SMALL = 0.01  # of a Sequential's parameters: what is no unit of its own
 SHARED = "shared:"  # begins the unit of a parameter of which another rank of the pipeline holds a copy; it has one for itself
 
 
@@ -42,18 +43,50 @@ class Binding:
 
 
 def find_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The units of a model but the root, in order: `model.partita_units()` if it has that, else the members of its largest ModuleList."""
+    """The units of a model but the root, in order: `model.partita_units()` if it has that, else members of lists that are found.
+
+    These are the members of its largest ModuleList, and of others that hold modules of the same class (encoder and decoder). Lists of
+    experts are none: not every rank runs each. A model without lists is cut into the members of one Sequential.
+    """
     stages: Stages | None = getattr(model, "partita_stages", None)
     if stages is not None:
         return [(name, model.get_submodule(name)) for stage in stages.blocks for name in stage]
     declared = getattr(model, "partita_units", None)
     if declared is not None:
         return list(declared())
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
+    named = [(name, m) for name, m in model.named_modules() if "expert" not in name]
+    lists = [(name, m) for name, m in named if isinstance(m, nn.ModuleList) and _numel(m)]
     if not lists:
+        return _members_of_sequential(model, [(name, m) for name, m in named if isinstance(m, nn.Sequential)])
+    _, best = max(lists, key=lambda item: (len(item[1]) > 1, _numel(item[1])))
+    classes = {type(child) for child in best}
+    chosen: dict[nn.Module, str] = {}  # a module that is in a list several times is one unit
+    for name, found in lists:
+        inside = any(name.startswith(f"{unit}.") for unit in chosen.values())
+        if found is best or (not inside and classes & {type(child) for child in found}):
+            for i, child in enumerate(found):
+                chosen.setdefault(child, f"{name}.{i}" if name else str(i))
+    return [(name, child) for child, name in chosen.items()]
+
+
+def _members_of_sequential(model: nn.Module, found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Members of the Sequential that leaves least to be whole at once; small ones (norms, activations) stay with the root."""
+    total = _numel(model)
+
+    def at_once(item: tuple[str, nn.Module]) -> int:
+        sizes = [_numel(child) for child in item[1].children()]
+        return total - sum(sizes) + max(sizes, default=0)
+
+    if not total or not found:
         return []
-    name, best = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-    return [(f"{name}.{i}" if name else str(i), child) for i, child in enumerate(best)]
+    name, best = min(found, key=at_once)
+    least = _numel(best) * SMALL
+    members = [(f"{name}.{key}" if name else key, child) for key, child in best.named_children() if _numel(child) > least]
+    return members if len(members) > 1 else []
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def bind_parameters(model: nn.Module) -> list[Binding]:

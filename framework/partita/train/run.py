@@ -150,9 +150,8 @@ def _build(run: Run) -> None:
     run.transport = LoggedTransport() if run.plan.collectives.log else Transport()
     context = CollectiveContext(run.mesh, run.plan, run.transport)
     collectives = registry.provide("collective", run.plan.collectives.provider)(context)
-    prefetch = int(run.plan.extensions.get("prefetch", 1))
     tiers = make_tiers(run)
-    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, prefetch, tiers, others)
+    run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, tiers, others)
     run.engine.materialize(weight_source(model, config.seed))
     objective = getattr(model, "partita_loss", "causal")
     run.step_context = _step_context(
