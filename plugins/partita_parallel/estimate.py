@@ -21,7 +21,7 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     costs = []
     if layout.tensor > 1:
         # two sums forward, two backward (Shoeybi et al. 2019, section 3); two more where forward is computed again
-        sums = 4 + 2 * (plan.activations.default == "full")
+        sums = 4 + 2 * (plan.activations.default in ("full", "operators"))
         costs.append(
             message(
                 draft.cluster,

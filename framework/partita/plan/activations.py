@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita.plan.operators import ATTENTION, keeps
 
 
 @dataclass
@@ -19,7 +23,8 @@ class UnitActivations:
 
     kept: what autograd saves in the unit. stream: the part of it in tensors as large as the unit's input. input: its tensor inputs.
     matched: the part of kept that lies in modules which are recomputed selectively. matched_input: what has to be kept to recompute
-    those. largest: the largest tensor of kept, which in backward has a gradient as large.
+    those. largest: the largest tensor of kept, which in backward has a gradient as large. outputs: of operators whose outputs are kept by
+    name; outputs_stream: the part of it in tensors as large as the unit's input; reused: the part of kept that is those outputs.
     """
 
     kept: int = 0
@@ -28,6 +33,9 @@ class UnitActivations:
     matched: int = 0
     matched_input: int = 0
     largest: int = 0
+    outputs: int = 0
+    outputs_stream: int = 0
+    reused: int = 0
 
 
 @dataclass
@@ -53,18 +61,26 @@ def larger(one: Trace, two: Trace, size: int) -> Trace:
 
 
 def trace_activations(
-    module: nn.Module, units: Iterable[str], root: str, shape: tuple[int, int], dtype: torch.dtype, matched: Iterable[str] = ()
+    module: nn.Module,
+    units: Iterable[str],
+    root: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    matched: Iterable[str] = (),
+    operators: Sequence[str] = (),
 ) -> Trace:
     """Run one forward pass on meta with token ids of `shape` (batch, sequence), and count what autograd saves.
 
     Each saved storage counts once, in the unit that saved it first; parameters and buffers don't count. Floating-point tensors
     count as `dtype`, in which the run will compute. A model that can't run on meta gives a Trace with a reason and no numbers.
-    Of units that are alike two are run, and the second's numbers stand for the others.
+    Of units that are alike two are run, and the second's numbers stand for the others. operators: see `partita.plan.operators`.
     """
     names = list(units)
     recorder = _Recorder(module, names, root, dtype, set(matched))
+    outputs = _Outputs(recorder.output, operators) if operators else nullcontext()
+    note = recorder.output if keeps(ATTENTION, operators) else None
     try:
-        with _Stand(module, names) as stand, recorder, _FlashOnMeta():
+        with _Stand(module, names) as stand, recorder, outputs, _FlashOnMeta(note):
             output = module(**model_inputs(module, shape))
         stand.copy(recorder.units)
     except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
@@ -87,22 +103,55 @@ class _Flash(torch.autograd.Function):
     """Keeps what fused attention keeps on every device: q, k, v, the output and a float32 log-sum for each row and head."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # [B, H, T, D] each
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,  # [B, H, T, D] each
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # fused kernels lay the output out as [B, T, H, D], so that joining the heads is no copy
         out = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], v.shape[-1]).transpose(-3, -2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
-        return out
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.mark_non_differentiable(sums)
+        return out, sums
 
 
 class _FlashOnMeta(TorchFunctionMode):
-    """On meta torch takes the unfused attention, which would keep a [T, T] matrix for each head that no real run keeps."""
+    """On meta torch takes the unfused attention, which would keep a [T, T] matrix for each head that no real run keeps.
+
+    note: is told of the outputs.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None] | None) -> None:
+        super().__init__()
+        self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = (*args, *(kwargs[n] for n in ("query", "key", "value")[len(args) :]))[:3]
-        return _Flash.apply(q, k, v)
+        found = _Flash.apply(q, k, v)
+        if self._note is not None:
+            for tensor in found:
+                self._note(tensor)
+        return found[0]
+
+
+class _Outputs(TorchDispatchMode):
+    """Tells `note` of what operators give whose outputs are kept."""
+
+    def __init__(self, note: Callable[[torch.Tensor], None], operators: Sequence[str]) -> None:
+        super().__init__()
+        self._note, self._operators = note, operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if keeps(getattr(func, "overloadpacket", func).__name__, self._operators):
+            for tensor in tensors_in(out):
+                self._note(tensor)
+        return out
 
 
 class _Stand:
@@ -159,6 +208,7 @@ class _Recorder:
         self._inside_match = 0
         self._alive: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
         self._storages = {t.untyped_storage()._cdata for t in self._alive}
+        self._outputs: set[int] = set()
         self._handles: list[Any] = []
 
     def __enter__(self) -> _Recorder:
@@ -210,7 +260,18 @@ class _Recorder:
             unit.stream += size if size == unit.input else 0
             unit.matched += size if self._inside_match else 0
             unit.largest = max(unit.largest, size)
+            unit.reused += size if storage in self._outputs else 0
         return tensor
+
+    def output(self, tensor: torch.Tensor) -> None:
+        """An operator has given this, and a block under selective recompute would keep it."""
+        if self._place[-1] not in self._names:
+            return
+        self._alive.append(tensor.detach())
+        self._outputs.add(tensor.untyped_storage()._cdata)
+        unit, size = self.units[self._place[-1]], self._storage_bytes(tensor)
+        unit.outputs += size
+        unit.outputs_stream += size if size == unit.input else 0
 
     def _storage_bytes(self, tensor: torch.Tensor) -> int:
         elements = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize

@@ -90,9 +90,9 @@ def trace(draft: PlanDraft, plan: Plan) -> Trace:
 
     Traced for one and two sequences; what more of them keep follows, since every tensor has a batch dimension or none.
     """
-    size, patterns = plan.schedule.micro_batch, plan.activations.patterns
+    size, chosen = plan.schedule.micro_batch, (plan.activations.patterns, plan.activations.operators)
     sequence = -(-draft.config.data.sequence // plan.layout.context)
-    key = ("trace", size, sequence, plan.precision.compute, patterns)
+    key = ("trace", size, sequence, plan.precision.compute, chosen)
     if key not in draft.cache:
         if size <= 2:
             draft.cache[key] = _trace(draft.model, plan, (size, sequence))
@@ -106,7 +106,7 @@ def trace(draft: PlanDraft, plan: Plan) -> Trace:
 def _trace(model: ModelSpec, plan: Plan, shape: tuple[int, int]) -> Trace:
     dtype = dtype_of(plan.precision.compute)
     matched = model.matching_modules(plan.activations.patterns) if plan.activations.patterns else []
-    traced = trace_activations(model.module, model.blocks, model.root, shape, dtype, matched)
+    traced = trace_activations(model.module, model.blocks, model.root, shape, dtype, matched, plan.activations.operators)
     own = getattr(model.module, "activation_bytes", None)
     if traced.reason and callable(own):
         sizes: dict[str, int] = own(*shape, dtype.itemsize)
@@ -200,12 +200,16 @@ def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
             return unit.input // (tensor if by_tokens else 1)
         case "selective":
             return whole + (unit.kept - whole - unit.matched) // tensor + unit.matched_input // (tensor if by_tokens else 1)
+        case "operators":
+            # what a matrix gives before its ranks' terms are summed is whole
+            outputs = unit.outputs_stream + (unit.outputs - unit.outputs_stream) // tensor
+            return unit.input // (tensor if by_tokens else 1) + outputs
     return whole + (unit.kept - whole) // tensor
 
 
 def _again(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
     unit = units.get(name, UnitActivations())
-    return {"full": unit.kept, "selective": unit.matched}.get(plan.activations.of(name), 0)
+    return {"full": unit.kept, "selective": unit.matched, "operators": unit.kept - unit.reused}.get(plan.activations.of(name), 0)
 
 
 def words(size: float) -> str:

@@ -127,7 +127,8 @@ class Precision:
 
 @dataclass(frozen=True)
 class Activations:
-    """What each unit keeps for backward: `keep`, `full` (recompute all) or `selective` (recompute modules that match `patterns`).
+    """What each unit keeps for backward: `keep`, `full` (recompute all), `selective` (recompute modules that match `patterns`) or
+    `operators` (recompute all but the outputs of `operators`, see `partita.plan.operators`).
 
     units: decision of each unit that differs from `default`, by unit name.
     """
@@ -135,6 +136,7 @@ class Activations:
     default: str = "keep"
     units: tuple[tuple[str, str], ...] = ()
     patterns: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
 
     def of(self, unit: str) -> str:
         """The decision for the unit of that name."""

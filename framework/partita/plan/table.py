@@ -85,7 +85,8 @@ def _sections(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "precision", _precision_words(plan)
     for state in ("parameters", "gradients", "optimizer"):
         yield state, f"{_cut_words(plan, state)}, {_tier_words(plan, state)}"
-    patterns = f" ({', '.join(plan.activations.patterns)})" if plan.activations.patterns else ""
+    named = plan.activations.patterns or plan.activations.operators
+    patterns = f" ({', '.join(named)})" if named else ""
     yield "activations", plan.activations.default + patterns + ", " + _tier_words(plan, "activations")
     wires = plan.collectives
     reduced = precision.reduce if wires.gradient_reduce.format == "native" else wires.gradient_reduce.format

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from partita.plan.draft import PlanDraft
 from partita.plan.memory import logit_bytes, trace
+from partita.plan.operators import ATTENTION, keeps
 from partita.plan.parts import stage_units
 from partita.plan.plan import Plan
 from partita.plan.schedules import bubble, chunks_of, stretch
@@ -100,7 +101,9 @@ def compute_costs(draft: PlanDraft, plan: Plan, update: bool = True) -> list[Cos
 
 
 def _again_words(plan: Plan) -> str:
-    return {"full": ", forward again", "selective": ", part of forward again"}.get(plan.activations.default, "")
+    return {"full": ", forward again", "selective": ", part of forward again", "operators": ", part of forward again"}.get(
+        plan.activations.default, ""
+    )
 
 
 def _slowest_stage(draft: PlanDraft, plan: Plan, flops: float, memory: float) -> tuple[float, float, float]:
@@ -112,10 +115,11 @@ def _slowest_stage(draft: PlanDraft, plan: Plan, flops: float, memory: float) ->
     best = (0.0, 0.0, 0.0)
     for index, units in enumerate(stages):
         blocks = [u for u in units if u in work.blocks]
-        matrices = sum((work.blocks[u] + work.attention) * _repeat(plan, work, u) for u in blocks)
+        matrices = sum((work.blocks[u] + work.attention) * (1 + FORWARD * _again(plan, work, u)) for u in blocks)
         last = index == len(stages) - 1
         matrices += work.root if last else 0.0
-        made = sum(found.units[u].kept * _repeat(plan, work, u) for u in blocks if u in found.units) / layout.tensor
+        made = sum(found.units[u].kept * (1 + FORWARD * _again(plan, work, u, False)) for u in blocks if u in found.units)
+        made /= layout.tensor
         traffic = CROSSINGS * (made + (logit_bytes(found, plan) if last else 0))
         passes = sum(1 + FORWARD * (plan.activations.of(u) != "keep") for u in blocks)
         here = (tokens * matrices / layout.tensor / flops, traffic / memory, passes)
@@ -135,14 +139,18 @@ def _ranks_units(draft: PlanDraft, plan: Plan) -> list[list[str]]:
     return [units for rank, units in joined.items() if rank != last] + [joined[last]]
 
 
-def _repeat(plan: Plan, work: Work, unit: str) -> float:
-    """Factor on forward and backward for what is computed again."""
+def _again(plan: Plan, work: Work, unit: str, products: bool = True) -> float:
+    """Share of a unit's forward that is computed again: of its matrix products, or of the rest."""
     match plan.activations.of(unit):
         case "full":
-            return 1 + FORWARD
+            return 1.0
         case "selective":
-            return 1 + FORWARD * work.matched
-    return 1.0
+            return work.matched
+        case "operators":
+            kept = plan.activations.operators
+            parts = (work.blocks[unit] * (not keeps("mm", kept)), work.attention * (not keeps(ATTENTION, kept)))
+            return sum(parts) / ((work.blocks[unit] + work.attention) or 1.0) if products else 1.0
+    return 0.0
 
 
 def _update(draft: PlanDraft, plan: Plan, memory: float) -> float:

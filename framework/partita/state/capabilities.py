@@ -15,5 +15,5 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction
     "gather_formats": frozenset({"native"}),
     "algorithms": frozenset({"flat"}),
-    "activations": frozenset({"keep", "full", "selective"}),
+    "activations": frozenset({"keep", "full", "selective", "operators"}),
 }

@@ -96,6 +96,9 @@ class Gathers:
 
     def _before_model(self, _module: nn.Module, _args: Any) -> None:
         self._looking.begin()
+        if not torch.is_grad_enabled():  # what a training pass has kept would come on top
+            for unit in self.blocks:
+                self.done(unit)
         self.first()
         self.root.wait_gathered()
 
@@ -147,19 +150,20 @@ class Gathers:
         unit.wait_gathered()
 
     def _fits(self, unit: Unit) -> bool:
-        return self.limit is None or unit.whole or self._whole_bytes() + unit.bytes <= self.limit
-
-    def _whole_bytes(self) -> int:
-        return sum(unit.bytes for unit in (*self.blocks, self.root) if unit.whole)
+        """Whether the bounds hold when `unit` is whole too."""
+        if unit.whole:
+            return True
+        whole = [other for other in self.blocks if other.whole]
+        if len(whole) > self.prefetch:
+            return False
+        return self.limit is None or sum(u.bytes for u in (self.root, unit, *whole)) <= self.limit
 
     def _make_room(self, unit: Unit) -> None:
-        """Free what was gathered and isn't used, until the bound holds with `unit`: a pass may have left its usual order."""
-        if self.limit is None or self._keep_all:
-            return
-        for other in self.blocks:
-            if self._whole_bytes() + unit.bytes <= self.limit:
+        """Free what is whole and isn't used until the bounds hold with `unit`: a pass may have left its usual order."""
+        for other in self.blocks if not self._keep_all else ():
+            if self._fits(unit):
                 return
-            if other.whole and other is not unit:
+            if other.whole:
                 other.free()
 
     # ------------------------------------------------------------------ all of them
