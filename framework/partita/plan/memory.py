@@ -200,7 +200,7 @@ def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
             return unit.input // (tensor if by_tokens else 1)
         case "selective":
             return whole + (unit.kept - whole - unit.matched) // tensor + unit.matched_input // (tensor if by_tokens else 1)
-        case "operators":
+        case "operators" if unit.input:
             # what a matrix gives before its ranks' terms are summed is whole
             outputs = unit.outputs_stream + (unit.outputs - unit.outputs_stream) // tensor
             return unit.input // (tensor if by_tokens else 1) + outputs
