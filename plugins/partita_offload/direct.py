@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 import secrets
 import threading
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
 from partita.errors import PartitaError
-from partita.state.tiers.tier import BLOCK
+from partita.state.tiers.tier import BLOCK, aligned_empty
 
 REQUEST = 4 << 20  # bytes of one request: disks reach their bandwidth, and a shard still is several requests
 THREADS = 8  # requests under way at once
@@ -87,7 +88,10 @@ class DirectFile:
         assert handle is not None
         self.handle: int = handle
         self.size = 0
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="partita-file")
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name=f"partita-file-{i}", daemon=True) for i in range(THREADS)]
+        for thread in self._threads:
+            thread.start()
 
     def grow(self, size: int) -> None:
         """Take `size` more bytes from the disk. Raises PartitaError where they aren't there."""
@@ -132,27 +136,44 @@ class DirectFile:
             raise ValueError(f"offset {offset} is no multiple of {BLOCK}")
         if tensor.device.type != "cpu":
             torch.accelerator.current_stream(tensor.device).synchronize()
-        step = REQUEST // tensor.dtype.itemsize
-        parts = [(offset + lo * tensor.dtype.itemsize, tensor[lo : lo + step]) for lo in range(0, tensor.numel(), step)]
-        return Transfer(self._threads.submit(action, at, part) for at, part in parts)
+        size = tensor.numel() * tensor.dtype.itemsize
+        in_place = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % BLOCK == 0
+        address = tensor.data_ptr() if in_place else 0
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        starts = range(0, size, REQUEST)
+        for lo in starts:
+            here = min(REQUEST, size - lo)
+            direct = address + lo if in_place and here % BLOCK == 0 else 0
+            self._requests.put(_Request(action, offset + lo, here, direct, lo, tensor, ended))
+        return Transfer(ended, len(starts))
 
-    def _read(self, offset: int, into: torch.Tensor) -> None:
-        size = into.numel() * into.dtype.itemsize
-        if _direct_ready(into, size):
-            self._fill(offset, _bytes(into))
-            return
-        scratch = _scratch(size)
-        self._fill(offset, scratch)
-        into.copy_(torch.frombuffer(scratch, dtype=into.dtype, count=into.numel()))
+    def _work(self) -> None:
+        """One thread: request after request, until there is none."""
+        own: list[torch.Tensor] = []  # memory for what can't be read or written in place
+        while (request := self._requests.get()) is not None:
+            try:
+                request.action(request, own)
+            except BaseException as error:
+                request.ended.put(error)
+            else:
+                request.ended.put(None)
+            del request  # it holds a tensor
 
-    def _write(self, offset: int, source: torch.Tensor) -> None:
-        size = source.numel() * source.dtype.itemsize
-        if _direct_ready(source, size):
-            self._drain(offset, _bytes(source))
+    def _read(self, request: _Request, own: list[torch.Tensor]) -> None:
+        if request.direct:
+            self._fill(request.offset, _bytes(request.direct, request.size))
             return
-        scratch = _scratch(size)
-        torch.frombuffer(scratch, dtype=source.dtype, count=source.numel()).copy_(source)
-        self._drain(offset, scratch)
+        scratch, part = _scratch(own, request.size), request.part()
+        self._fill(request.offset, _bytes(scratch.data_ptr(), scratch.numel()))
+        part.copy_(scratch[: request.size].view(part.dtype))
+
+    def _write(self, request: _Request, own: list[torch.Tensor]) -> None:
+        if request.direct:
+            self._drain(request.offset, _bytes(request.direct, request.size))
+            return
+        scratch, part = _scratch(own, request.size), request.part()
+        scratch[: request.size].view(part.dtype).copy_(part)
+        self._drain(request.offset, _bytes(scratch.data_ptr(), scratch.numel()))
 
     def _fill(self, offset: int, view: memoryview) -> None:
         """Read all of `view`."""
@@ -186,47 +207,63 @@ class DirectFile:
         )
 
     def close(self) -> None:
-        """End the threads and give the disk space back."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """End the threads and give the disk space back. What waits for its turn is given up."""
+        with contextlib.suppress(Empty):
+            while True:
+                request = self._requests.get_nowait()
+                if request is not None:
+                    request.ended.put(PartitaError(f"offload.path={self.folder}: the file was closed before the transfer began."))
+        for _ in self._threads:
+            self._requests.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
 
 
-class Transfer:
-    """Requests under way; see `partita.state.tiers.Pending`."""
+class _Request(NamedTuple):
+    """`size` bytes from `start` on of a tensor, at `offset` of the file. direct: their address, where the disk may use them in place."""
 
-    def __init__(self, requests: Iterable[Future[None]]) -> None:
-        self._requests = list(requests)
+    action: Callable[[_Request, list[torch.Tensor]], None]
+    offset: int
+    size: int
+    direct: int
+    start: int
+    tensor: torch.Tensor
+    ended: SimpleQueue[BaseException | None]
+
+    def part(self) -> torch.Tensor:
+        """These elements."""
+        width = self.tensor.dtype.itemsize
+        return self.tensor[self.start // width : (self.start + self.size) // width]
+
+
+class Transfer:
+    """Requests under way, which say one by one that they have ended; see `partita.state.tiers.Pending`."""
+
+    def __init__(self, ended: SimpleQueue[BaseException | None], count: int) -> None:
+        self._ended, self._count = ended, count
 
     def wait(self) -> None:
         """Return when all are done; raises the first error, after all have ended."""
-        errors = [e for r in self._requests if (e := r.exception()) is not None]
-        self._requests = []
-        if errors:
-            raise errors[0]
+        found = [self._ended.get() for _ in range(self._count)]
+        self._count = 0
+        for error in found:
+            if error is not None:
+                raise error
 
     settle = wait
 
 
-def _direct_ready(tensor: torch.Tensor, size: int) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % BLOCK == 0 and size % BLOCK == 0
+def _bytes(address: int, size: int) -> memoryview:
+    """Memory as a buffer; its owner must live."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-class _Own(threading.local):
-    """Aligned memory of each thread for one request."""
-
-    def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, REQUEST)
-
-
-_OWN = _Own()
-
-
-def _scratch(size: int) -> memoryview:
-    """Whole blocks of this thread's memory."""
-    return memoryview(_OWN.memory)[: -(-size // BLOCK) * BLOCK]
+def _scratch(own: list[torch.Tensor], size: int) -> torch.Tensor:
+    """Whole blocks of a thread's own memory."""
+    if not own:
+        own.append(aligned_empty(REQUEST, torch.uint8))
+    return own[0][: -(-size // BLOCK) * BLOCK]

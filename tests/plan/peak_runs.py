@@ -15,7 +15,7 @@ from engine_runs import make_tiers
 from live import LiveTensors
 
 from partita.config.schema import OptimizerConfig
-from partita.plan.plan import Plan
+from partita.plan.plan import Activations, Plan
 from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
 from partita.state.optimizers import make_adamw
@@ -28,7 +28,7 @@ def peak(rank: int, world: int, plan: Plan, sizes: tuple[int, int, int, int], se
     torch.set_num_threads(1)
     with torch.device("meta"):
         model: Any = Toy(*sizes)
-    if plan.activations.default != "keep":
+    if plan.activations != Activations():
         model = recompute(model, plan.activations)
     if plan.tiers.activations.place != "accelerator":
         model = offload_activations(model, plan.tiers.activations.fraction)

@@ -6,11 +6,15 @@ device compute may use it in place (the host tier: on the CPU; the file tier: no
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+HUGE = 2 << 20  # bytes of a huge page of most machines
+MADV_HUGEPAGE = 14  # of Linux
 BLOCK = 4096  # bytes; what direct I/O wants offsets, lengths and addresses to be multiples of
 
 
@@ -82,8 +86,15 @@ class TierRequest:
 
 
 def aligned_empty(numel: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
-    """Uninitialised host memory at a multiple of BLOCK whose size in bytes is one too; viewed as `numel` elements."""
+    """Uninitialised host memory at a multiple of BLOCK whose size in bytes is one too; viewed as `numel` elements.
+
+    Large ones lie on huge pages where the system has them: direct I/O pins pages one by one, and takes 1.5 times as long with small ones.
+    """
     size = -(-numel * dtype.itemsize // BLOCK) * BLOCK
-    raw = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
-    start = -raw.data_ptr() % BLOCK
+    huge = size >= HUGE and not pinned
+    align = HUGE if huge else BLOCK
+    raw = torch.empty(size + align, dtype=torch.uint8, pin_memory=pinned)
+    start = -raw.data_ptr() % align
+    if huge and sys.platform == "linux":  # only advice: whether it is taken makes no difference to anything else
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(raw.data_ptr() + start), ctypes.c_size_t(size // HUGE * HUGE), MADV_HUGEPAGE)
     return raw[start : start + size].view(dtype)[:numel]
