@@ -127,8 +127,8 @@ def nested_reduce_scatter(
 class GlooCollectives:
     """For gloo on CPUs.
 
-    gloo's own reduce_scatter moves as much as an all-reduce and its all_gather stages copies; an all-to-all with a local sum, and one
-    in-place broadcast from each owner, take a fraction of their time. The sum is made in rank order and in float32 at least, so it
+    gloo's own reduce_scatter moves as much as an all-reduce and its all_gather stages copies; messages from rank to rank with a local sum,
+    and one in-place broadcast from each owner, take a fraction of their time. The sum is made in rank order and in float32 at least, so it
     is the same on every placement.
     """
 
@@ -149,11 +149,16 @@ class GlooCollectives:
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """See `Collectives`."""
         if group.size == 1:
-            _sum_into(output, source.view(1, -1), accumulate)
+            _sum_into(output, [source], accumulate)
             return Done()
-        received = torch.empty_like(source)
-        work = self.transport.all_to_all(received, source, group, GRADIENTS)
-        return Then([work], lambda: _sum_into(output, received.view(group.size, -1), accumulate))
+        work, parts = self._parts(source, group)
+        return Then([work], lambda: _sum_into(output, parts, accumulate))
+
+    def _parts(self, source: torch.Tensor, group: Group) -> tuple[Work, Sequence[torch.Tensor]]:
+        """Every rank's term of this rank's part of `source`, in rank order, when the work is done."""
+        sent = source.view(group.size, -1).unbind()
+        received = [source.new_empty(sent[0].numel()) if i != group.rank else own for i, own in enumerate(sent)]
+        return self.transport.swap(received, sent, group, GRADIENTS), received
 
     def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
         """See `Collectives`."""
@@ -184,7 +189,13 @@ class NativeCollectives(GlooCollectives):
             return self.transport.reduce_scatter(output, source, group, GRADIENTS)
         part = source.new_empty(output.numel())
         work = self.transport.reduce_scatter(part, source, group, GRADIENTS)
-        return Then([work], lambda: _sum_into(output, part.view(1, -1), accumulate))
+        return Then([work], lambda: _sum_into(output, [part], accumulate))
+
+    def _parts(self, source: torch.Tensor, group: Group) -> tuple[Work, Sequence[torch.Tensor]]:
+        """See `GlooCollectives`."""
+        received = torch.empty_like(source)
+        work = self.transport.all_to_all(received, source, group, GRADIENTS)
+        return work, received.view(group.size, -1).unbind()
 
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
         """See `Collectives`."""
@@ -204,7 +215,7 @@ def _narrow_all_reduce(transport: Transport, buffer: torch.Tensor, group: Group,
 
     def share() -> None:
         total = buffer.new_empty(part)
-        _sum_into(total, received.view(group.size, -1), accumulate=False)
+        _sum_into(total, received.view(group.size, -1).unbind(), accumulate=False)
         send.view(group.size, -1)[group.rank].copy_(total)
         transport.share(send.view(group.size, -1).unbind(), group, GRADIENTS).wait()
         buffer.copy_(send[: buffer.numel()])
@@ -212,12 +223,12 @@ def _narrow_all_reduce(transport: Transport, buffer: torch.Tensor, group: Group,
     return Then([work], share)
 
 
-def _sum_into(output: torch.Tensor, parts: torch.Tensor, accumulate: bool) -> None:
-    """output (+)= sum over the rows of `parts`, in the wider of the dtypes and in row order."""
+def _sum_into(output: torch.Tensor, parts: Sequence[torch.Tensor], accumulate: bool) -> None:
+    """output (+)= sum of `parts`, in the wider of the dtypes and in their order."""
     if accumulate:
         for part in parts:
             output.add_(part)
-    elif parts.shape[0] == 2 and parts.dtype == output.dtype:
+    elif len(parts) == 2 and parts[0].dtype == output.dtype:
         torch.add(parts[0], parts[1], out=output)
     else:
         output.copy_(parts[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,15 @@ class Transport:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Group, purpose: str) -> Work:
         """Part i of `sent` goes to rank i, whose part for this rank lands at i of `received`."""
         return self._note(purpose, _outside(sent, group), dist.all_to_all_single, received, sent, group=group.process_group)
+
+    def swap(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
+        """The same from rank to rank: part i of `sent` goes to rank i, whose part lands in part i of `received`; this rank's own stay.
+
+        On gloo it spares the copy of a rank's own part, and a thread that waits.
+        """
+        call = partial(_swap, ranks=group.ranks, rank=group.rank)
+        size = sum(p.numel() * p.element_size() for i, p in enumerate(sent) if i != group.rank)
+        return self._note(purpose, size, call, received, sent, group=group.process_group)
 
     def share(self, parts: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
         """Every rank gets each rank's part, in place: one broadcast from each owner, which on gloo beats its all-gather."""
@@ -52,6 +62,15 @@ class Transport:
 
     def _note(self, purpose: str, size: int, call: Any, *tensors: Any, group: Any) -> Work:
         return call(*tensors, group=group, async_op=True)
+
+
+def _swap(
+    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], ranks: Sequence[int], rank: int, group: Any, async_op: bool
+) -> Work:
+    others = [(i, r) for i, r in enumerate(ranks) if i != rank]
+    operations = [dist.P2POp(dist.irecv, received[i], r, group) for i, r in others]
+    operations += [dist.P2POp(dist.isend, sent[i], r, group) for i, r in others]
+    return All(dist.batch_isend_irecv(operations))
 
 
 def _outside(buffer: torch.Tensor, group: Group) -> int:
