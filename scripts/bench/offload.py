@@ -23,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 import partita_kernels as kernels
-from partita.state.tiers import TierRequest, aligned_empty
+from partita.state.layout import HyperGroup
+from partita.state.optimizers import Adam, State
+from partita.state.tiers import Array, FarUpdater, TierRequest, aligned_empty
+from partita.state.tiers.lane import Lane
 from partita.state.tiers.updater import EXTENT, SLOTS
 from partita_offload.direct import REQUEST, THREADS
 from partita_offload.file import FileTier
@@ -155,33 +159,20 @@ def fio(folder: Path, size: int, kind: str) -> float | None:
 
 
 def step_against_bound(stores: list[Any], slots: list[list[torch.Tensor]], numel: int, count: int) -> dict[str, Any]:
-    """Reading, updating and writing all extents, over the larger of the transfers alone and the update alone."""
+    """The update of states in files as a run makes it, over the larger of the transfers alone and the update alone."""
     scale = torch.ones(())
-
-    def update(values: list[torch.Tensor]) -> None:
-        p, m, v, g = ([x] for x in values)
-        kernels.adamw_(p, g, m, v, copies=[None], step=1, scale=scale, **HYPER)
-
-    def begin(slot: int, lo: int) -> list[Any]:
-        return [s.read(lo, b) for s, b in zip(stores, slots[slot], strict=True)]
+    names = ("master", "exp_avg", "exp_avg_sq", "gradient")
+    arrays = {name: Array(torch.empty(0), store) for name, store in zip(names, stores, strict=True)}
+    arrays["parameter"] = arrays["master"]
+    formats = {name: State("float32") for name in names[1:3]}
+    layout = SimpleNamespace(shard=numel)
+    bucket: Any = SimpleNamespace(arrays=arrays, formats=formats, layout=layout, keep=0, key=0, runs=lambda: [(0, 0, numel)])
+    rule = Adam(HYPER["beta1"], HYPER["beta2"], HYPER["eps"], decoupled=True)
+    updater = FarUpdater([bucket], [HyperGroup(1.0, HYPER["weight_decay"])], [rule], CPU, Lane(CPU))
 
     def pipelined() -> None:
-        places = list(range(0, numel, EXTENT))
-        reading: list[list[Any]] = [[] for _ in slots]
-        writing: list[list[Any]] = [[] for _ in slots]
-        for i in range(len(places) + 1):
-            if i < len(places):
-                for pending in writing[i % SLOTS]:
-                    pending.settle()
-                reading[i % SLOTS] = begin(i % SLOTS, places[i])
-            if i:
-                last = (i - 1) % SLOTS
-                for pending in reading[last]:
-                    pending.settle()
-                update(slots[last])
-                writing[last] = [s.write(places[i - 1], b) for s, b in zip(stores[:3], slots[last][:3], strict=True)]
-        for pending in (p for w in writing for p in w):
-            pending.settle()
+        updater.start(1, HYPER["lr"], scale)
+        updater.drain()
 
     def transfers() -> None:
         stream(stores, slots, "read")
@@ -189,9 +180,11 @@ def step_against_bound(stores: list[Any], slots: list[list[torch.Tensor]], numel
 
     def compute() -> None:
         for i in range(numel // EXTENT):
-            update(slots[i % SLOTS])
+            p, m, v, g = ([x] for x in slots[i % SLOTS])
+            kernels.adamw_(p, g, m, v, copies=[None], step=1, scale=scale, **HYPER)
 
     ours, moving, computing = turns(count, pipelined, transfers, compute)
+    updater.close()
     bound = max(moving, computing)
     return {
         "what": "step with states in files, over its bound",

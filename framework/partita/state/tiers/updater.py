@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from partita.state.layout import HyperGroup
 
 EXTENT = 1 << 20  # elements read, updated and written at once: large enough for any disk, small enough to hold several
-SLOTS = 3  # extents in memory: one is read, one updated, one written
+SLOTS = 4  # extents in memory: two are read, one updated, one written
 HOST = torch.device("cpu")
 
 
