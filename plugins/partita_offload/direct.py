@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -89,9 +90,13 @@ class DirectFile:
         self.handle: int = handle
         self.size = 0
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"partita-file-{i}", daemon=True) for i in range(THREADS)]
+        self._threads = [
+            threading.Thread(target=_work, args=(self._requests,), name=f"partita-file-{i}", daemon=True) for i in range(THREADS)
+        ]
         for thread in self._threads:
             thread.start()
+        self._forgotten = weakref.finalize(self, _release, self._requests, handle)  # who is not closed
+        self._forgotten.atexit = False
 
     def grow(self, size: int) -> None:
         """Take `size` more bytes from the disk. Raises PartitaError where they aren't there."""
@@ -147,18 +152,6 @@ class DirectFile:
             self._requests.put(_Request(action, offset + lo, here, direct, lo, tensor, ended))
         return Transfer(ended, len(starts))
 
-    def _work(self) -> None:
-        """One thread: request after request, until there is none."""
-        own: list[torch.Tensor] = []  # memory for what can't be read or written in place
-        while (request := self._requests.get()) is not None:
-            try:
-                request.action(request, own)
-            except BaseException as error:
-                request.ended.put(error)
-            else:
-                request.ended.put(None)
-            del request  # it holds a tensor
-
     def _read(self, request: _Request, own: list[torch.Tensor]) -> None:
         if request.direct:
             self._fill(request.offset, _bytes(request.direct, request.size))
@@ -213,6 +206,7 @@ class DirectFile:
                 request = self._requests.get_nowait()
                 if request is not None:
                     request.ended.put(PartitaError(f"offload.path={self.folder}: the file was closed before the transfer began."))
+        self._forgotten.detach()
         for _ in self._threads:
             self._requests.put(None)
         for thread in self._threads:
@@ -221,6 +215,25 @@ class DirectFile:
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
+
+
+def _work(requests: SimpleQueue[_Request | None]) -> None:
+    """One thread: request after request, until there is none. It holds no file."""
+    own: list[torch.Tensor] = []  # memory for what can't be read or written in place
+    while (request := requests.get()) is not None:
+        try:
+            request.action(request, own)
+        except BaseException as error:
+            request.ended.put(error)
+        else:
+            request.ended.put(None)
+        del request  # it holds a tensor
+
+
+def _release(requests: SimpleQueue[_Request | None], handle: int) -> None:
+    for _ in range(THREADS):
+        requests.put(None)
+    os.close(handle)
 
 
 class _Request(NamedTuple):

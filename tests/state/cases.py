@@ -16,6 +16,8 @@ from partita.runtime.mesh import Mesh
 from partita.state.engine import StateEngine
 from partita.state.optimizers import make_adamw, make_sgd
 
+OPEN: list[StateEngine] = []  # that nobody has closed yet
+
 
 def engine_for(rank: int, world: int, placement: str, model: nn.Module, config: OptimizerConfig, **plan: Any) -> StateEngine:
     """An engine over `model` with the rule that `config` names."""
@@ -24,7 +26,22 @@ def engine_for(rank: int, world: int, placement: str, model: nn.Module, config: 
     mesh = Mesh(made.layout, rank, torch.device("cpu"))
     engine = StateEngine(model, made, mesh, config, rule, tiers=make_tiers(rank, made.tiers))
     engine.materialize()
+    OPEN.append(engine)
     return engine
+
+
+def sweep(rank: int, world: int, fn: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
+    """A case for each tuple of arguments."""
+    out = []
+    for arguments in calls:
+        try:
+            out.append(fn(rank, world, *arguments))
+        except Exception as error:
+            error.add_note(f"{fn.__name__}{arguments}")
+            raise
+        while OPEN:
+            OPEN.pop().close()
+    return out
 
 
 def sgd(lr: float = 0.1, **changes: Any) -> OptimizerConfig:
@@ -349,4 +366,26 @@ def diverge(rank: int, world: int, placement: str, prefetch: int) -> None:
     engine.materialize()
     engine.begin_step()
     engine.backward(engine.model(torch.ones(2, 4), skip=rank).sum(), last=True)
+    engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
+
+
+def calls_more_often(rank: int, world: int, placement: str) -> None:
+    """A block is called once on rank 0 and twice on rank 1, with another block in between."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+
+    class Again(Gated):
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            for i in (0, 1, 2) * times:
+                x = torch.tanh(self.blocks[i](x))
+            return x
+
+    made, config = replace(make_plan(world, placement), extensions={"prefetch": 0}), sgd()
+    engine = StateEngine(Again(), made, Mesh(made.layout, rank, torch.device("cpu")), config, make_sgd(config))
+    engine.materialize()
+    engine.begin_step()
+    engine.backward(engine.model(torch.ones(2, 4), rank + 1).sum(), last=True)
     engine.finish_gradients(torch.zeros(1, dtype=torch.float64))
