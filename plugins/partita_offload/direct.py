@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from partita.errors import PartitaError
-from partita.state.tiers.tier import BLOCK, aligned_empty
+from partita.state.tiers.tier import BLOCK
 
 REQUEST = 4 << 20  # bytes of one request: disks reach their bandwidth, and a shard still is several requests
 THREADS = 8  # requests under way at once
@@ -152,21 +152,21 @@ class DirectFile:
             self._requests.put(_Request(action, offset + lo, here, direct, lo, tensor, ended))
         return Transfer(ended, len(starts))
 
-    def _read(self, request: _Request, own: list[torch.Tensor]) -> None:
+    def _read(self, request: _Request, own: list[mmap.mmap]) -> None:
         if request.direct:
             self._fill(request.offset, _bytes(request.direct, request.size))
             return
         scratch, part = _scratch(own, request.size), request.part()
-        self._fill(request.offset, _bytes(scratch.data_ptr(), scratch.numel()))
-        part.copy_(scratch[: request.size].view(part.dtype))
+        self._fill(request.offset, scratch)
+        part.copy_(torch.frombuffer(scratch, dtype=part.dtype, count=part.numel()))
 
-    def _write(self, request: _Request, own: list[torch.Tensor]) -> None:
+    def _write(self, request: _Request, own: list[mmap.mmap]) -> None:
         if request.direct:
             self._drain(request.offset, _bytes(request.direct, request.size))
             return
         scratch, part = _scratch(own, request.size), request.part()
-        scratch[: request.size].view(part.dtype).copy_(part)
-        self._drain(request.offset, _bytes(scratch.data_ptr(), scratch.numel()))
+        torch.frombuffer(scratch, dtype=part.dtype, count=part.numel()).copy_(part)
+        self._drain(request.offset, scratch)
 
     def _fill(self, offset: int, view: memoryview) -> None:
         """Read all of `view`."""
@@ -219,7 +219,7 @@ class DirectFile:
 
 def _work(requests: SimpleQueue[_Request | None]) -> None:
     """One thread: request after request, until there is none. It holds no file."""
-    own: list[torch.Tensor] = []  # memory for what can't be read or written in place
+    own: list[mmap.mmap] = []  # memory for what can't be read or written in place
     while (request := requests.get()) is not None:
         try:
             request.action(request, own)
@@ -239,7 +239,7 @@ def _release(requests: SimpleQueue[_Request | None], handle: int) -> None:
 class _Request(NamedTuple):
     """`size` bytes from `start` on of a tensor, at `offset` of the file. direct: their address, where the disk may use them in place."""
 
-    action: Callable[[_Request, list[torch.Tensor]], None]
+    action: Callable[[_Request, list[mmap.mmap]], None]
     offset: int
     size: int
     direct: int
@@ -275,8 +275,8 @@ def _bytes(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def _scratch(own: list[torch.Tensor], size: int) -> torch.Tensor:
+def _scratch(own: list[mmap.mmap], size: int) -> memoryview:
     """Whole blocks of a thread's own memory."""
     if not own:
-        own.append(aligned_empty(REQUEST, torch.uint8))
-    return own[0][: -(-size // BLOCK) * BLOCK]
+        own.append(mmap.mmap(-1, REQUEST))
+    return memoryview(own[0])[: -(-size // BLOCK) * BLOCK]

@@ -146,14 +146,31 @@ def _at_loss(found: Trace, plan: Plan) -> dict[str, int]:
 def _in_blocks(draft: PlanDraft, plan: Plan, found: Trace, leaves: int) -> dict[str, int]:
     """On top of what is kept, in backward (or, where activations leave as blocks end, in forward): the logits are gone by then."""
     blocks, tensor = draft.model.blocks, plan.layout.tensor
-    again = max((_again(found.units, plan, u) for u in blocks), default=0) // tensor
+    again, largest = _at_work(draft, plan, found)
     one = int(max((kept_bytes(found.units, plan, u) for u in blocks), default=0))
     if leaves:  # accelerators bring the block before back in the meantime
         one = min(leaves, one * (2 if draft.cluster.accelerator else 1))
-    largest = max((found.units[u].largest for u in blocks if u in found.units), default=0) // tensor
-    if leaves and not again:
+    if leaves and not any(_again(found.units, plan, u) for u in blocks):
         return {"offloaded, one block": one}
-    return {"offloaded, one block": one if leaves else 0, "recomputed, one block": again, "gradient in a block": largest}
+    return {
+        "offloaded, one block": one if leaves else 0,
+        "recomputed, one block": again,
+        "gradient in a block": largest // tensor,
+    }
+
+
+def _at_work(draft: PlanDraft, plan: Plan, found: Trace) -> tuple[int, int]:
+    """(bytes made again, largest gradient) of the block whose backward has most in memory, on top of all that is kept.
+
+    What the blocks after it kept is gone by then; a pipeline has other micro-batches under way, and is taken at its most.
+    """
+    best, later = (0, 0), 0
+    for name in reversed(draft.model.blocks):
+        largest = found.units[name].largest if name in found.units else 0
+        again = max(0, _again(found.units, plan, name) // plan.layout.tensor - later)
+        best = max(best, (again, largest), key=sum)
+        later += int(kept_bytes(found.units, plan, name)) if plan.layout.pipeline == 1 else 0
+    return best
 
 
 def _kept_by_ranks(draft: PlanDraft, plan: Plan, found: Trace, only: tuple[str, ...] = ()) -> list[int]:
