@@ -164,10 +164,14 @@ def _at_work(draft: PlanDraft, plan: Plan, found: Trace) -> tuple[int, int]:
 
     What the blocks after it kept is gone by then; a pipeline has other micro-batches under way, and is taken at its most.
     """
+    blocks, tensor = draft.model.blocks, plan.layout.tensor
+    if not plan.activations.units:  # all alike: the last one
+        again = max((_again(found.units, plan, u) for u in blocks), default=0) // tensor
+        return again, max((found.units[u].largest for u in blocks if u in found.units), default=0)
     best, later = (0, 0), 0
-    for name in reversed(draft.model.blocks):
+    for name in reversed(blocks):
         largest = found.units[name].largest if name in found.units else 0
-        again = max(0, _again(found.units, plan, name) // plan.layout.tensor - later)
+        again = max(0, _again(found.units, plan, name) // tensor - later)
         best = max(best, (again, largest), key=sum)
         later += int(kept_bytes(found.units, plan, name)) if plan.layout.pipeline == 1 else 0
     return best
