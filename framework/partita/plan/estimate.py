@@ -82,14 +82,24 @@ def communication_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
     costs = [
         sent(cut, "gradients scattered", gradients, "scatter", times, behind),
         sent(rest, "gradients summed", gradients // width, "sum", 1, behind),
-        sent(placement.parameters, "weights gathered", weights, "gather", 2 * schedule.micro_batches, 1.0),
+        sent(placement.parameters, "weights gathered", weights, "gather", _gathers(draft, plan), 1.0),
         sent(wider, "weights after the update", weights // stored, "gather", 1, 0.0),
     ]
     return [c for c in costs if c.bytes]
 
 
+def _gathers(draft: PlanDraft, plan: Plan) -> float:
+    """How often a weight is gathered in one step: the root once, a block for forward and for backward unless it stays (`state.gathers`)."""
+    passes, blocks = plan.schedule.micro_batches, len(draft.model.blocks)
+    if plan.layout.pipeline > 1 or not draft.model.numel:
+        return 2.0 * passes
+    root = sum(u.numel for u in draft.model.units if u.name == draft.model.root) / draft.model.numel
+    stay = min(1 + int(plan.extensions.get("prefetch", 1)), blocks)
+    return root + (1 - root) * (2 * passes - stay * (2 * passes - 1) / max(1, blocks))
+
+
 def _in_buckets(
-    draft: PlanDraft, plan: Plan, axes: tuple[str, ...], what: str, data: int, operation: str, times: int, overlap: float
+    draft: PlanDraft, plan: Plan, axes: tuple[str, ...], what: str, data: int, operation: str, times: float, overlap: float
 ) -> Cost:
     """One message for each unit of a stage: latency counts for each."""
     buckets = max(1, len(draft.model.units) // plan.layout.pipeline)
