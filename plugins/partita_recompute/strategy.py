@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
-from partita.plan.operators import GROUPS
+from partita.plan.operators import ATTENTION, GROUPS, keeps
 from partita.plan.plan import Activations, Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
@@ -94,6 +94,10 @@ def _check_operators(plan: Plan, config: RecomputeConfig) -> list[Problem]:
         problems.append(
             Problem("recompute.policy", reason, "Use recompute=full, whose inputs leave, or offload.activations=none.")
         )
+    if plan.layout.context > 1 and plan.layout.context_method == "ring" and keeps(ATTENTION, plan.activations.operators):
+        reason = "ring attention adds its pieces up in place, so what each of them gave can't be kept."
+        remedy = "Set recompute.operators=[matmul], or parallel.context_method=ulysses."
+        problems.append(Problem("recompute.operators", reason, remedy))
     for given in plan.activations.operators:
         if given in GROUPS:
             continue
