@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from partita.models.layers import swiglu
 
 Tensor = torch.Tensor
+ALIGNMENT = 16  # bytes, of what torch's grouped product reads
+ONE_CALL = (torch.float32, torch.bfloat16)
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -23,28 +26,50 @@ class GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sizes = sizes
-        y = x.new_empty(x.shape[0], weight.shape[2])
-        for i, (rows, out) in enumerate(zip(x.split(sizes), y.split(sizes), strict=True)):
-            if len(rows):
-                torch.mm(rows, weight[i], out=out)
-        return y
+        return _product(x, weight, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+        grad = grads[0].contiguous()
         x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dw = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        begin = 0
-        for i, n in enumerate(ctx.sizes):
-            rows, g = x[begin : begin + n], grad[begin : begin + n]
-            if dx is not None and n:
-                torch.mm(g, weight[i].t(), out=dx[begin : begin + n])
-            if dw is not None:
-                torch.mm(rows.t(), g, out=dw[i])  # of no rows: zeros
-            begin += n
+        dx = _product(grad, weight.transpose(1, 2), ctx.sizes) if ctx.needs_input_grad[0] else None
+        dw = _outer(x, grad, weight, ctx.sizes) if ctx.needs_input_grad[1] else None
         return dx, dw, None
+
+
+def _product(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    """As `GroupedProduct`, without gradient: one call of torch where it has one for such tensors, else one for each expert."""
+    if _one_call(x, weight):
+        return F.grouped_mm(x, weight, offs=_ends(sizes, x))
+    y = x.new_empty(x.shape[0], weight.shape[2])
+    for rows, matrix, out in zip(x.split(sizes), weight.unbind(), y.split(sizes), strict=True):
+        if len(rows):
+            torch.mm(rows, matrix, out=out)
+    return y
+
+
+def _outer(x: Tensor, grad: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    """x.T @ grad of each expert, laid out like its weight; of no rows: zeros."""
+    if _one_call(x, weight):
+        if weight.stride(1) == 1:
+            return F.grouped_mm(grad.t(), x, offs=_ends(sizes, x)).transpose(1, 2)
+        return F.grouped_mm(x.t(), grad, offs=_ends(sizes, x))
+    dw = torch.empty_like(weight)
+    for rows, g, out in zip(x.t().split(sizes, 1), grad.split(sizes), dw.unbind(), strict=True):
+        torch.mm(rows, g, out=out)
+    return dw
+
+
+def _ends(sizes: list[int], x: Tensor) -> Tensor:
+    return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=x.device)
+
+
+def _one_call(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes them: some rows, which begin at multiples of 16 bytes, and no float64."""
+    if not len(x) or x.device.type != "cpu" or x.dtype not in ONE_CALL:
+        return False
+    aligned = all(n * x.element_size() % ALIGNMENT == 0 for n in weight.shape[1:])
+    return aligned and x.data_ptr() % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
 
 
 def grouped(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:

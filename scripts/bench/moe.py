@@ -204,13 +204,14 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--turns", type=int, default=15)
     given = parser.parse_args()
+    import moe  # type: ignore[import-not-found]  # this file, by a name that ranks know it by
     from pool import run_ranks  # type: ignore[import-not-found]
 
     for experts in given.experts:
         args = argparse.Namespace(**{**vars(given), "experts": experts})
         what = f"{experts} experts, {args.top_k} of a token, {args.tokens} tokens of {args.width}, inner {args.inner}"
         show(f"one core: {what}", one_core(args))
-        ranks = run_ranks(2, two_ranks, args, timeout=600)
+        ranks = run_ranks(2, moe.two_ranks, args, timeout=600)
         show(f"two ranks: {what}", {name: max(r[name] for r in ranks) for name in ("ours", "loop")})
         formula = 4 * args.tokens * args.top_k * args.width * 4 * 1 // 2
         sent = [int(r["bytes"]) for r in ranks]

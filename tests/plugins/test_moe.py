@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from partita_moe.change import _layer, add_experts
 from partita_moe.config import MoeConfig
 from partita_moe.experts import GroupedProduct
 from partita_moe.layer import MoeLayer
+from partita_moe.picture import heat_map
 from partita_moe.routing import (
     SIGMOID,
     SOFTMAX_ALL,
@@ -146,6 +148,27 @@ def test_auxiliary_loss_is_one_when_even_and_the_count_when_collapsed(balance: s
     assert float(balance_loss(even, routing, 2)) == pytest.approx(1.0, abs=1e-3)
     collapsed = choose(torch.tensor([[50.0] + [0.0] * 7]).expand(16, 8), routing)
     assert float(balance_loss(collapsed, routing, 2)) == pytest.approx(8.0, abs=1e-3)
+
+
+def test_global_balance_weighs_probabilities_by_the_shares_of_the_update_before() -> None:
+    routing = Routing(4, 2, SOFTMAX_CHOSEN, balance="global")
+    logits = torch.randn(6, 4, dtype=F64, requires_grad=True)
+    share = torch.tensor([0.5, 0.25, 0.25, 0.0], dtype=F64)
+    loss = balance_loss(choose(logits, routing), routing, 3, share)
+    assert float(loss.detach()) == pytest.approx(float(4 * (share * logits.softmax(-1).mean(0)).sum().detach()))
+    layer = make_layer(routing)
+    assert layer.load is not None and layer.load.tolist() == [0.25] * 4
+
+
+def test_the_picture_of_loads() -> None:
+    lines = [{"step": i, "moe_load": [[0.25, 0.75, 0.0, 0.0], [0.25] * 4]} for i in range(1, 501)]
+    assert heat_map([{"step": 1, "loss": 2.0}]) is None
+    picture = heat_map([*lines, {"step": 500, "eval_loss": 1.0}])
+    assert picture is not None
+    cells = [e for e in ElementTree.fromstring(picture) if e.tag.endswith("rect")]
+    assert len(cells) == 160 * 4 * 2
+    assert [c.get("fill") for c in cells[::160]] == ["#ffffff", "#ff0000", "#0000ff", "#0000ff", *["#ffffff"] * 4]
+    assert ">update 1<" in picture and ">500<" in picture
 
 
 def test_z_loss_of_zero_logits() -> None:

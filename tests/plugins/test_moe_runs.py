@@ -6,16 +6,26 @@ import itertools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("distributed", "models"))]
 
 from moe_ranks import bytes_on_the_wire, column, compare_layer, train
 from pool import run_ranks
+from small_models import make_config
 
+from partita.errors import ConfigError
+from partita.models.init import fill
+from partita.models.llama import make_llama
+from partita.train.loading import read_weights
+from partita_moe.change import add_experts
+from partita_moe.config import MoeConfig
 from partita_moe.routing import SIGMOID, SOFTMAX_CHOSEN
+from partita_moe.upcycle import Upcycled
 
 SGD = ("moe.experts=4", "optimizer=sgd", "optimizer.lr=0.3", "train.grad_clip=0")
 LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the whole product: PARTITA_LONG_TESTS=1 runs it")
@@ -49,9 +59,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def of(routing: str) -> tuple[Path, list[dict[str, Any]]]:
         if routing not in known:
-            folder = tmp_path_factory.mktemp("moe") / routing
-            first = train(folder, "parallel.data=1", f"moe={routing}", *SGD, steps=6, save=True)
-            known[routing] = folder, first + train(folder, "parallel.data=1", f"moe={routing}", *SGD, steps=4)
+            folder = tmp_path_factory.mktemp("moe") / "run"
+            one = ("parallel.data=1", *f"moe={routing}".split(), *SGD)
+            known[routing] = folder, train(folder, *one, steps=6, save=True) + train(folder, *one, steps=4)
         return known[routing]
 
     return of
@@ -66,7 +76,7 @@ def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: fl
     ("routing", "overrides"),
     [
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=0")),
-        ("mixtral", ("parallel.data=4", "parallel.expert=2", "zero.stage=3", "train.micro_batch=1")),
+        ("mixtral moe.balance=global", ("parallel.data=4", "parallel.expert=2", "zero.stage=3", "train.micro_batch=1")),
         ("deepseek", ("parallel.data=4", "parallel.expert=4", "zero.stage=2", "recompute=full")),
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=1", "parallel.tensor=2")),
         ("deepseek", ("parallel.data=4", "parallel.expert=1", "zero.stage=3")),
@@ -76,10 +86,11 @@ def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: fl
 )
 def test_every_degree_gives_the_same_training(reference: Any, tmp_path: Path, routing: str, overrides: tuple[str, ...]) -> None:
     """By SGD, where a gradient of the wrong size would show in the next loss."""
-    got, want = train(tmp_path, *overrides, f"moe={routing}", *SGD), reference(routing)[1][:8]
+    got, want = train(tmp_path, *overrides, *f"moe={routing}".split(), *SGD), reference(routing)[1][:8]
     assert_same(got, want)
-    if "parallel.pipeline=2" not in overrides:  # rank 0 tells of the layers of its stages
-        assert got[-1]["moe_load"] == want[-1]["moe_load"]
+    assert got[-1]["moe_load"] == want[-1]["moe_load"]  # of all layers, those of other stages too
+    for name in ("moe_entropy", "moe_aux_loss", "moe_max_violation", "moe_dropped"):
+        assert column(got, name) == pytest.approx(column(want, name), rel=1e-4, abs=1e-9), name
 
 
 PRODUCT = [
@@ -113,6 +124,25 @@ def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -
     resume = f"train.resume={folder}/checkpoints/step-00000006"
     assert_same(train(tmp_path / "all", *four, resume, steps=4), want[6:])
     assert_same(train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=1), want[6:7])
+
+
+def test_experts_begin_as_the_dense_layer(tmp_path: Path) -> None:
+    """Logits of an upcycled model are those of the dense one that a checkpoint holds."""
+    train(tmp_path, "parallel.data=1", "model=llama", "model.dropout=0", steps=2, save=True)
+    node = make_config("llama", layers=2, width=32, heads=4)
+    vocab = len(read_weights(tmp_path)["tokens.weight"])
+    with torch.device("meta"):
+        dense, sparse = make_llama(node, vocab), make_llama(node, vocab)
+        moe = MoeConfig("mixtral", experts=4, upcycle=str(tmp_path))
+        sparse = add_experts(sparse, SimpleNamespace(moe=moe, seed=1))
+    stored = read_weights(tmp_path)
+    fill(dense, lambda name, tensor: tensor.copy_(stored[name]))
+    fill(sparse, lambda name, tensor: tensor.copy_(sparse.partita_weights(name, tuple(tensor.shape))))
+    ids = torch.randint(vocab, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(sparse.eval()(ids), dense.eval()(ids), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"moe\.upcycle: 'blocks\.0\.mlp\.gate_up\.weight' should have shape"):
+        Upcycled(dense, str(tmp_path), 1)("blocks.0.mlp.experts.gate_up", (4, 32, 6))
 
 
 def test_experts_of_a_transformers_model_train_as_there(tmp_path: Path) -> None:
