@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from partita_kernels import tuning
 from partita_kernels.dispatch import Operation
@@ -27,6 +28,8 @@ CANDIDATES = [
     (128, 256, 64), (256, 128, 64), (128, 128, 32), (64, 128, 64), (64, 256, 64), (64, 64, 64), (32, 128, 64), (16, 128, 128),
 ]  # fmt: skip
 STAGES = 3
+ALIGNMENT = 16  # bytes, of what torch's grouped product reads
+ONE_CALL = (torch.float32, torch.bfloat16)
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
@@ -69,7 +72,14 @@ def reference_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool) -> Tenso
 
 
 def cpu(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    """As `reference`, into the rows where the result belongs; torch's products sum low precision in float32."""
+    """As `reference`, into the rows where the result belongs; torch's products sum low precision in float32.
+
+    One call of torch where it takes the tensors: with few rows of each group, a call for each costs as much as the products.
+    """
+    if _one_call(x, weight):
+        y = F.grouped_mm(x, weight, offs=_ends(sizes, x))
+        y[int(sizes.sum()) :].zero_()
+        return y
     y, end = x.new_empty(x.shape[0], weight.shape[2]), 0
     for (begin, end), w in zip(spans(sizes, x.shape[0]), weight.unbind(), strict=True):
         if begin != end:
@@ -78,8 +88,24 @@ def cpu(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     return y
 
 
+def _one_call(x: Tensor, other: Tensor) -> bool:
+    """Whether torch's grouped product takes them: some rows, which begin at multiples of 16 bytes, and no float64."""
+    aligned = all(n * x.element_size() % ALIGNMENT == 0 for n in (x.shape[1], other.shape[-1]))
+    return aligned and len(x) > 0 and x.dtype in ONE_CALL and not (x.data_ptr() | other.data_ptr()) % ALIGNMENT
+
+
+def _ends(sizes: Tensor, x: Tensor) -> Tensor:
+    """Where groups end. Raises as `spans` does."""
+    spans(sizes, x.shape[0])
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
 def cpu_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool) -> Tensor:
     """As `reference_outer`."""
+    if _one_call(x, dy):
+        one, other = (dy, x) if turned else (x, dy)
+        out = F.grouped_mm(one.t(), other, offs=_ends(sizes, x))
+        return out.transpose(1, 2) if turned else out
     out = _outer_like(x, dy, len(sizes), turned)
     for (begin, end), w in zip(spans(sizes, x.shape[0]), out.unbind(), strict=True):
         if begin == end:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
+from partita_kernels import Order
 
 Tensor = torch.Tensor
 
@@ -75,11 +76,8 @@ def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     return out.view(group.size, -1)
 
 
-def by_expert(received: Tensor) -> Tensor:
-    """Where rows that lie by (rank, expert) go so that they lie by (expert, rank): int64 indices [n] to gather with.
-
-    received: int64 [ranks, experts], rows of each.
-    """
+def by_expert(received: Tensor) -> Order:
+    """How rows that lie by (rank, expert) lie by (expert, rank). received: int64 [ranks, experts], rows of each."""
     flat = received.reshape(-1)
     begins = flat.cumsum(0) - flat
     order = begins.view_as(received).t().reshape(-1)
@@ -87,4 +85,6 @@ def by_expert(received: Tensor) -> Tensor:
     ends = sizes.cumsum(0)
     n = int(ends[-1]) if len(ends) else 0
     shift = (order - (ends - sizes)).repeat_interleave(sizes, output_size=n)
-    return torch.arange(n, device=received.device) + shift
+    every = torch.arange(n, device=received.device)
+    slots = every + shift
+    return Order(slots, torch.empty_like(slots).scatter_(0, slots, every).unsqueeze(1), received.sum(0))

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from partita.runtime.mesh import Group
+from partita_kernels import Order, expert_order, permute, unpermute
 from partita_moe.dispatch import Exchange, by_expert, exchange_counts
 from partita_moe.experts import Experts
-from partita_moe.routing import Choice, Routing, balance_loss, choose, loads, wide, within_capacity, z_loss
+from partita_moe.routing import Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
 
 Tensor = torch.Tensor
 GLOBAL = "global"
@@ -83,16 +84,18 @@ class ExpertLayer(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         logits = F.linear(wide(flat), wide(self.router_weight()))
         choice = choose(logits, self.routing, self.choice_bias())
-        flat = self._attach(flat, logits, choice, sequences=x.shape[0])
-        routed, beside = self._routed(flat, choice)
+        order = expert_order(choice.experts, self.routing.experts)
+        if not flat.is_meta:
+            flat = self._attach(flat, logits, choice, order.sizes, sequences=x.shape[0])
+            if self.routing.capacity is not None:
+                order = self._kept(choice)
+        routed, beside = self._routed(flat, choice.gates, order)
         return self.joined(flat, routed, beside).view_as(x)
 
-    def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, sequences: int) -> Tensor:
+    def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, counts: Tensor, sequences: int) -> Tensor:
         routing = self.routing
-        if flat.is_meta:
-            return flat
         auxiliary = balance_loss(choice, routing, sequences, self.load) if routing.balance in LOSSES else None
-        self._count(choice, auxiliary)
+        self._count(choice, counts, auxiliary)
         if not (self.training and torch.is_grad_enabled()):
             return flat
         term = logits.new_zeros(())
@@ -103,54 +106,43 @@ class ExpertLayer(nn.Module):
         return Attach.apply(flat, term * len(flat), self.term_weight) if term.requires_grad else flat
 
     @torch.no_grad()
-    def _count(self, choice: Choice, auxiliary: Tensor | None) -> None:
+    def _count(self, choice: Choice, counts: Tensor, auxiliary: Tensor | None) -> None:
         if not self.training or not self.counting():
             return
         p = choice.probabilities
         entropy = -(p * p.clamp(min=1e-20).log()).sum()
         weighed = entropy.new_zeros(()) if auxiliary is None else auxiliary * len(p)
         sums = torch.stack([entropy.new_zeros(()), weighed, entropy, entropy.new_full((), len(p))])
-        figures = torch.cat([loads(choice.experts, self.routing.experts).double(), sums.double()])
+        figures = torch.cat([counts.double(), sums.double()])
         self.figures = figures if self.figures is None else self.figures + figures
 
-    def _within_capacity(self, choice: Choice) -> Tensor:
-        kept = within_capacity(choice, self.routing).reshape(-1)
+    def _kept(self, choice: Choice) -> Order:
+        """The order of those choices that an expert has room for."""
+        kept = within_capacity(choice, self.routing)
+        order = expert_order(choice.experts.masked_fill(~kept, -1), self.routing.experts)
+        count = int(order.sizes.sum())
         if self.figures is not None and self.training and self.counting():
-            self.figures[self.routing.experts] += (~kept).sum()
-        return kept
+            self.figures[self.routing.experts] += kept.numel() - count
+        return order._replace(slots=order.slots[:count])
 
-    def _routed(self, flat: Tensor, choice: Choice) -> tuple[Tensor, Tensor | None]:
+    def _routed(self, flat: Tensor, gates: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
         """What the experts answer, summed by gates, and what the companion does, which is computed while rows are on their way."""
-        k = self.routing.top_k
-        ids, gates = choice.experts.reshape(-1), choice.gates.reshape(-1)
-        if flat.is_meta:
-            rows = flat.repeat_interleave(k, 0)
-            y = self.experts(rows, []) * gates.unsqueeze(1).to(flat.dtype)
-            return y.view(-1, k, flat.shape[1]).sum(1), self.companion(flat)
-        if self.routing.capacity is not None:
-            where = self._within_capacity(choice).nonzero().squeeze(1)
-            order = where[ids[where].argsort(stable=True)]
-        else:
-            order = ids.argsort(stable=True)
-        token = order // k
-        answers, beside = self._answer(flat, flat.index_select(0, token), loads(ids[order], self.routing.experts))
-        weighted = wide(answers) * gates[order].unsqueeze(1)
-        out = torch.zeros_like(flat, dtype=weighted.dtype).index_add(0, token, weighted)
-        return out.to(flat.dtype), beside
-
-    def _answer(self, flat: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the experts make of rows that lie by expert, and the companion of all tokens."""
+        rows = permute(flat, order)
         if self.group is None or self.group.size == 1:
-            return self.experts(rows, counts.tolist()), self.companion(flat)
-        received = exchange_counts(counts, self.group)
-        sent, taken = counts.view(self.group.size, -1).sum(1).tolist(), received.sum(1).tolist()
-        way = Exchange(rows, sent, taken, self.group)
+            answers, beside = self.experts(rows, order.sizes), self.companion(flat)
+        else:
+            answers, beside = self._sent(flat, rows, order.sizes, self.group)
+        return unpermute(answers, order, gates), beside
+
+    def _sent(self, flat: Tensor, rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+        """What experts elsewhere make of rows that lie by expert, and the companion of all tokens."""
+        received = exchange_counts(counts, group)
+        sent, taken = counts.view(group.size, -1).sum(1).tolist(), received.sum(1).tolist()
+        way = Exchange(rows, sent, taken, group)
         beside = self.companion(flat)
-        there = way.arrived()
         order = by_expert(received)
-        answers = self.experts(there.index_select(0, order), received.sum(0).tolist())
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return Exchange(answers.index_select(0, back), taken, sent, self.group).arrived(), beside
+        answers = self.experts(permute(way.arrived(), order), order.sizes)
+        return Exchange(unpermute(answers, order), taken, sent, group).arrived(), beside
 
 
 class MoeLayer(ExpertLayer):

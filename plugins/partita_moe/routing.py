@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from partita_kernels import route
+
 Tensor = torch.Tensor
 SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID, SIGMOID_ALL = "softmax_all", "softmax_chosen", "sigmoid", "sigmoid_all"
 
@@ -49,32 +51,12 @@ def wide(x: Tensor) -> Tensor:
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Choice:
     """Route tokens by logits [T, E], float32 or wider. bias [E]: added for the choice only, never in the gates (Wang et al. 2024)."""
-    if routing.gate in (SIGMOID, SIGMOID_ALL):
-        scores = logits.sigmoid()
-        probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    else:
-        scores = probabilities = logits.softmax(-1)
-    wanted = scores if bias is None else scores + bias
-    if routing.groups > 1:
-        wanted = within_groups(wanted, routing.groups, routing.group_top_k)
-    experts = wanted.topk(routing.top_k, dim=-1).indices
-    gates = scores.gather(-1, experts)
-    if routing.gate in (SOFTMAX_CHOSEN, SIGMOID):
-        gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-    return Choice(experts, gates * routing.scale, probabilities)
-
-
-def within_groups(scores: Tensor, groups: int, keep: int) -> Tensor:
-    """Scores [T, E] with -inf outside the `keep` best groups; a group counts by the sum of its two best (DeepSeek-V3, 2.1.2)."""
-    split = scores.view(scores.shape[0], groups, -1)
-    strength = split.topk(min(2, split.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, strength.topk(keep, dim=-1).indices, True)
-    return split.masked_fill(~kept.unsqueeze(-1), float("-inf")).view_as(scores)
-
-
-def loads(experts: Tensor, count: int) -> Tensor:
-    """How many tokens each expert is chosen by, int64 [count]."""
-    return torch.bincount(experts.reshape(-1), minlength=count)
+    gate = SIGMOID if routing.gate == SIGMOID_ALL else routing.gate
+    groups = {"groups": routing.groups, "kept_groups": routing.group_top_k if routing.groups > 1 else 1}
+    experts, gates, probabilities = route(logits, routing.top_k, gate, bias=bias, scale=routing.scale, **groups)
+    if routing.gate == SIGMOID_ALL:
+        gates = logits.gather(-1, experts).sigmoid() * routing.scale
+    return Choice(experts, gates, probabilities)
 
 
 def balance_loss(choice: Choice, routing: Routing, sequences: int, share: Tensor | None = None) -> Tensor:

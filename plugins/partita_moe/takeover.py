@@ -11,7 +11,8 @@ from torch import nn
 
 from partita.errors import ConfigError
 from partita.models.layers import swiglu
-from partita_moe.experts import Experts, grouped
+from partita_kernels import grouped_matmul
+from partita_moe.experts import Experts
 from partita_moe.layer import ExpertLayer
 from partita_moe.routing import SIGMOID, SIGMOID_ALL, SOFTMAX_ALL, SOFTMAX_CHOSEN, Routing
 
@@ -103,11 +104,11 @@ class TakenExperts(Experts):
         self.silu = theirs.config.hidden_act == "silu"
         self.declare()
 
-    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
-        """x [n, C] sorted by expert -> [n, C]."""
-        gate, up = grouped(x, self.gate_up_proj.transpose(1, 2), sizes).chunk(2, dim=-1)
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """x [n, C] sorted by expert, int64 sizes [E] -> [n, C]."""
+        gate, up = grouped_matmul(x, self.gate_up_proj.transpose(1, 2), sizes).chunk(2, dim=-1)
         inner = swiglu(gate, up) if self.silu else self.act_fn(gate) * up
-        return grouped(inner, self.down_proj.transpose(1, 2), sizes)
+        return grouped_matmul(inner, self.down_proj.transpose(1, 2), sizes)
 
 
 class TakenLayer(ExpertLayer):

@@ -26,7 +26,6 @@ from partita.models.init import initialize
 from partita.models.llama import SwiGlu, make_llama
 from partita_moe.change import _layer, add_experts
 from partita_moe.config import MoeConfig
-from partita_moe.experts import GroupedProduct
 from partita_moe.layer import MoeLayer
 from partita_moe.picture import heat_map
 from partita_moe.routing import (
@@ -62,7 +61,7 @@ def plain(layer: MoeLayer, x: torch.Tensor, chosen: torch.Tensor, gates: torch.T
         y = torch.zeros_like(token)
         for e, w in zip(ids, weights):
             n = layer.routing.experts
-            y = y + w * layer.experts(token[None], [int(i == e) for i in range(n)])[0]
+            y = y + w * layer.experts(token[None], torch.tensor([int(i == e) for i in range(n)]))[0]
         out.append(y)
     return torch.stack(out)
 
@@ -89,7 +88,7 @@ def test_all_experts_of_all_tokens_is_the_dense_mixture() -> None:
     layer = make_layer(Routing(4, 4, SOFTMAX_CHOSEN, balance="none"))
     x = torch.randn(1, 9, 12, dtype=F64)
     p = (x[0] @ layer.router.t()).softmax(-1)
-    each = torch.stack([layer.experts(x[0], [9 * int(i == e) for i in range(4)]) for e in range(4)], 1)
+    each = torch.stack([layer.experts(x[0], torch.tensor([9 * int(i == e) for i in range(4)])) for e in range(4)], 1)
     torch.testing.assert_close(layer(x)[0], (p.unsqueeze(2) * each).sum(1), rtol=1e-12, atol=1e-12)
 
 
@@ -99,7 +98,7 @@ def test_equal_experts_are_one_layer() -> None:
         for p in layer.experts.parameters():
             p.copy_(p[:1].expand_as(p))
     x = torch.randn(1, 6, 12, dtype=F64)
-    torch.testing.assert_close(layer(x)[0], layer.experts(x[0], [6, 0, 0, 0]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer(x)[0], layer.experts(x[0], torch.tensor([6, 0, 0, 0])), rtol=1e-12, atol=1e-12)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
@@ -111,13 +110,6 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
     assert layer.experts.up.grad is not None
     assert layer.experts.up.grad[2].abs().sum() > 0
     assert all(torch.equal(layer.experts.up.grad[i], torch.zeros_like(layer.experts.up.grad[i])) for i in (0, 1, 3))
-
-
-def test_grouped_product_and_its_gradients() -> None:
-    x = torch.randn(9, 4, dtype=F64, requires_grad=True)
-    weight = torch.randn(5, 4, 3, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b: GroupedProduct.apply(a, b, [0, 3, 1, 0, 5]), (x, weight))
-    assert GroupedProduct.apply(x[:0], weight, [0] * 5).shape == (0, 3)
 
 
 # ------------------------------------------------------------------ routing
