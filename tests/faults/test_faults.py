@@ -16,8 +16,8 @@ import commands
 
 def test_faults_are_named() -> None:
     """The quick ones of each family: a hang, a wrong number, a full disk, a bit."""
-    done = commands.script("bench/faults.py", "stop", "nonfinite", "flip", "full_disk", "lost_node")
-    assert done.stdout.count("| `") == 5
+    done = commands.script("bench/faults.py", "stop", "nonfinite", "flip", "full_disk", "lost_node", "memory")
+    assert done.stdout.count("| `") == 6
 
 
 @pytest.mark.parametrize(
