@@ -107,7 +107,8 @@ def partita_provide(slot: str, name: str) -> Any:
 def partita_run_start(run: Any) -> None:
     """Everything is built, no step made.
 
-    Called on every rank with the `partita.train.run.Run`. Observers read; what they raise ends the run.
+    Called on every rank with the `partita.train.run.Run`. Observers read; what they raise ends the run. A function appended to
+    `run.vetoes` is asked before each update, with step, loss and gradient norm: a text says why the update is left out.
     """
 
 
@@ -123,7 +124,10 @@ def partita_gradients_ready(run: Any, step: int) -> None:
 
 @hookspec
 def partita_step_end(run: Any, step: int, metrics: dict[str, Any]) -> None:
-    """After the update of `step`. `metrics` is the line of metrics.jsonl. Called on every rank."""
+    """After the update of `step`. `metrics` is the line of metrics.jsonl. Called on every rank.
+
+    `partita.errors.RollBack`, raised on all ranks alike, takes the run back to its newest checkpoint and on with other samples.
+    """
 
 
 @hookspec
