@@ -141,6 +141,7 @@ class Session:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh = Mesh(self.plan.layout, rank, self.device.torch_device)
         self.view = View()
+        given = dict(model.named_parameters())  # whole, before transforms cut them
         for transform in registry.transforms(self.plan):
             model = transform.apply(model, self)
         self.model = model
@@ -149,15 +150,14 @@ class Session:
         collectives = registry.provide("collective", self.plan.collectives.provider)(context)
         tiers = make_tiers(self)
         self.engine = StateEngine(model, self.plan, self.mesh, config.optimizer, rule, collectives, tiers, others)
-        self.engine.materialize(self._source())
+        self.engine.materialize(self._source(given))
         self._schedule = registry.provide("lr_schedule", config.lr_schedule.name)(config.lr_schedule, config.train.steps)
         self._share = 1.0 / (self.plan.layout.data * self.plan.schedule.micro_batches)
         self._passes = 0
         self._local = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
-    def _source(self) -> Any:
+    def _source(self, parameters: dict[str, nn.Parameter]) -> Any:
         """Weights by name: the model's own, rank 0's on all; drawn or read where it stands on the meta device."""
-        parameters = dict(self.model.named_parameters())
         if any(p.is_meta for p in parameters.values()):
             return weight_source(self.model, self.config.seed)
 

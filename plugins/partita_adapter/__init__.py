@@ -7,6 +7,7 @@ from partita_adapter.strategy import (
     partita_config,
     partita_export,
     partita_save,
+    partita_transforms,
 )
 
 partita_api = 1
@@ -19,4 +20,5 @@ __all__ = [
     "partita_config",
     "partita_export",
     "partita_save",
+    "partita_transforms",
 ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from partita.errors import ConfigError, did_you_mean
 from partita.runtime.rng import name_generator
-from partita_adapter.layers import ALL, DEFAULT, add, find_targets, is_linear, matches, scale, transposed, use
+from partita_adapter.layers import ALL, DEFAULT, add, find_targets, is_linear, matches, quantize, scale, transposed, use
 from partita_adapter.weights import Values, piece_of, read_settings
 
 
@@ -27,6 +27,8 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     if a.path and DEFAULT in a.others:
         raise ConfigError(f"adapter.others: {DEFAULT!r} is the label of the adapter that is trained\n    -> another label")
     targets = _targets(model, a.targets)
+    shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in targets}
+    base = _base(model, config.seed)
     model.requires_grad_(False)
     for label in dict.fromkeys([DEFAULT, *folders]):
         rank, factor, dora = _sizes(a, folders.get(label))
@@ -34,7 +36,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
             add(model.get_submodule(name), label, rank, factor, dora)
     _train(model, a.extra)
     use(model, DEFAULT)
-    values = _values(model, config, targets, folders)
+    values = _values(model, config, shapes, folders, base)
     if any(p.is_meta for p in model.parameters()):
         _serve(model, values)
     else:
@@ -42,7 +44,19 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
             for name, parameter in model.named_parameters():
                 if piece_of(name) is not None or (values.folders and parameter.requires_grad):
                     parameter.copy_(values(name, tuple(parameter.shape)))
+    if a.base != "whole":
+        for name in targets:
+            quantize(model.get_submodule(name), a.base, compute_dtype(config))
     return model
+
+
+def compute_dtype(config: Any) -> torch.dtype:
+    """In which weights will be held, as far as the config tells; the check of the plan compares."""
+    precision = config.precision
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    name = precision.compute or precision.name
+    found = getattr(torch, names.get(name, name), None)
+    return found if isinstance(found, torch.dtype) else torch.float32
 
 
 def _targets(model: nn.Module, patterns: list[str]) -> list[str]:
@@ -98,12 +112,10 @@ def _train(model: nn.Module, extra: list[str]) -> None:
             module.requires_grad_(True)
 
 
-def _values(model: nn.Module, config: Any, targets: list[str], folders: dict[str, Path]) -> Values:
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in targets}
+def _values(model: nn.Module, config: Any, shapes: dict[str, tuple[int, ...]], folders: dict[str, Path], base: Any) -> Values:
     extra = tuple(n for n, _ in model.named_modules() if n and any(matches(n, p) for p in config.adapter.extra))
-    shapes = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
-    turned = {name: transposed(layer) for name, layer in layers.items()}
-    return Values(config.seed, _base(model, config.seed), shapes, turned, folders, extra)
+    turned = {name: transposed(model.get_submodule(name)) for name in shapes}
+    return Values(config.seed, base, shapes, turned, folders, extra)
 
 
 def _base(model: Any, seed: int) -> Any:

@@ -22,6 +22,8 @@ class AdapterConfig:
     rslora: bool = False
     # train length and direction of each row of W apart (Liu et al. 2024, DoRA)
     dora: bool = False
+    # how the frozen matrices beside adapters are held: whole (in the compute dtype), int8, nf4 (Dettmers et al. 2023, QLoRA)
+    base: str = "whole"
     # modules that are trained as a whole besides, by name as in targets (peft: modules_to_save)
     extra: list[str] = field(default_factory=list)
     # folder with an adapter to begin with, in peft's format

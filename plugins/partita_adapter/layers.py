@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import nn
 
 from partita.models.common import Linear
+from partita.runtime.mesh import Group
+from partita.state.parts import declared
 from partita.state.units import find_units
+from partita_adapter.quantized import Quantized
 
 DEFAULT = "default"  # label of the adapter that is trained
 ALL = "all-linear"
@@ -65,44 +68,85 @@ def scale(alpha: float, rank: int, rslora: bool) -> float:
 def add(layer: Any, label: str, rank: int, factor: float, dora: bool) -> None:
     """Put an adapter beside a layer, without values where the layer stands on meta. The first one changes the layer's forward."""
     if not hasattr(layer, "partita_scales"):
+        layer.partita_sizes = sizes(layer)
         layer.lora_A, layer.lora_B = nn.ModuleDict(), nn.ModuleDict()
         layer.lora_magnitude_vector = nn.ParameterDict()
-        layer.partita_scales, layer.partita_adapter = {}, None
-        layer.forward = adapted(layer, layer.forward)
-    inner, outer = sizes(layer)
-    weight: torch.Tensor = layer.weight
+        layer.partita_scales, layer.partita_adapter, layer.partita_quantized = {}, None, None
+        # what is cut like the layer's own outputs or inputs, where those are (partita.plan.styles)
+        layer.partita_followers = {"lora_magnitude_vector": "out"}
+        adapt(layer)
+    inner, outer = layer.partita_sizes
+    weight = next(p for p in layer._parameters.values() if p is not None)
     with torch.device(weight.device):
         layer.lora_A[label] = Linear(inner, rank, bias=False, dtype=weight.dtype)
         layer.lora_B[label] = Linear(rank, outer, bias=False, dtype=weight.dtype)
         if dora:
             layer.lora_magnitude_vector[label] = nn.Parameter(torch.empty(outer, dtype=weight.dtype))
     layer.partita_scales[label] = factor
+    layer.partita_followers |= {f"lora_A.{label}": "in", f"lora_B.{label}": "out"}
 
 
-def adapted(layer: Any, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The layer's forward with the adapter that is in use (`partita_adapter`; None: the base alone)."""
+def quantize(layer: Any, format: str, dtype: torch.dtype) -> None:
+    """Hold the layer's matrix in 8 or 4 bits from now on."""
+    layer.partita_quantized = Quantized(layer, format, dtype, transposed(layer))
+    adapt(layer, layer.partita_quantized)
 
+
+def adapt(layer: Any, plain: Callable[..., torch.Tensor] | None = None, cut: Group | None = None) -> None:
+    """Have a layer's forward add the adapter that is in use (`partita_adapter`; None: the base alone).
+
+    plain: the layer's own product; default: what its forward is now. cut: ranks that share its inputs.
+    """
+    layer.forward = layer.partita_forward = _adapted(layer, plain or layer.forward, cut)
+
+
+def adapt_again(model: nn.Module, group: Group) -> None:
+    """Put adapters back where matrices have been cut over `group`, which replaced the forward that had them."""
+    for layer in adapted_layers(model):
+        if layer.forward is not layer.partita_forward:
+            part = declared(layer, "weight")
+            inputs = part is not None and bool(part.ranges) and part.dim == (0 if transposed(layer) else 1)
+            adapt(layer, cut=group if inputs else None)
+
+
+def _adapted(layer: Any, plain: Callable[..., torch.Tensor], cut: Group | None) -> Callable[..., torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        label = layer.partita_adapter
+        label, y = layer.partita_adapter, plain(x)
         if label is None:
-            return plain(x)
+            return y
         low, high, factor = layer.lora_A[label], layer.lora_B[label], layer.partita_scales[label]
+        y = y + factor * high(low(x))
         if label not in layer.lora_magnitude_vector:
-            return plain(x) + factor * high(low(x))
-        matrix = layer.weight.t() if transposed(layer) else layer.weight
-        length = row_lengths(matrix, low.weight, high.weight, factor).to(x.dtype)
-        y = F.linear(x, matrix) + factor * high(low(x))
-        y = y * (layer.lora_magnitude_vector[label] / length)
-        return y if layer.bias is None else y + layer.bias
+            return y
+        length = row_lengths(matrix_of(layer), low.weight, high.weight, factor, cut).to(x.dtype)
+        stretch = layer.lora_magnitude_vector[label] / length
+        # the bias, which is in y, is not stretched
+        return y * stretch if layer.bias is None else y * stretch + layer.bias * (1 - stretch)
 
     return forward
 
 
-def row_lengths(matrix: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: float) -> torch.Tensor:
-    """Euclidean length of each row of W + s B A, float32 [out]; a constant for backward (Liu et al. 2024, section 4.3)."""
+def matrix_of(layer: Any) -> torch.Tensor:
+    """The layer's matrix (or this rank's part of it) as [out, in]."""
+    if layer.partita_quantized is not None:
+        return layer.partita_quantized.matrix()
+    return layer.weight.t() if transposed(layer) else layer.weight
+
+
+def row_lengths(
+    matrix: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factor: float, cut: Group | None = None
+) -> torch.Tensor:
+    """Euclidean length of each row of W + s B A, float32 [out]; a constant for backward (Liu et al. 2024, section 4.3).
+
+    cut: ranks that share the columns.
+    """
     with torch.no_grad():
         whole = matrix.float() + factor * (high.float() @ low.float())
-        return torch.linalg.vector_norm(whole, dim=1)
+        if cut is None:
+            return torch.linalg.vector_norm(whole, dim=1)
+        squares = whole.square().sum(1)
+        dist.all_reduce(squares, group=cut.process_group)
+        return squares.sqrt()
 
 
 def use(model: nn.Module, label: str | None) -> None:

@@ -15,7 +15,9 @@ from torch import nn
 from partita.errors import ConfigError
 from partita.models.hf import PREFIX
 from partita.runtime.rng import name_generator
+from partita.state.parts import Part
 from partita_adapter.layers import PIECES
+from partita_adapter.quantized import format_of, pack
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.model."
@@ -61,6 +63,11 @@ class Values:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A whole parameter."""
+        held = format_of(name)
+        if held is not None:
+            layer = name.rpartition(".")[0]
+            matrix = self.base(f"{layer}.weight", self.shapes[layer])
+            return pack(matrix.t() if self.turned[layer] else matrix, *held)
         piece = piece_of(name)
         if piece is None:
             stored = self._stored(self.label, f"{BASE}{name.removeprefix(PREFIX)}") if self._is_extra(name) else None
@@ -73,6 +80,14 @@ class Values:
                 f"adapter: {self.folders[piece.label] / WEIGHTS} has no {piece.key}\n    -> adapter.targets of that adapter"
             )
         return self._drawn(name, piece, shape)
+
+    def part(self, name: str, part: Part) -> torch.Tensor | None:
+        """A part of a parameter of the base alone, where its source can read that."""
+        reader = getattr(self.base, "part", None)
+        if reader is None or piece_of(name) is not None or format_of(name) is not None or self._is_extra(name):
+            return None
+        found: torch.Tensor | None = reader(name, part)
+        return found
 
     def _is_extra(self, name: str) -> bool:
         return any(name.startswith(prefix + ".") for prefix in self.extra)

@@ -75,7 +75,7 @@ def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
     ]
     sharer = _Sharer(model, group)
     for module, style, cuts in styled:
-        forward = FORWARDS[style.name](module, style, cuts, shared)
+        forward = FORWARDS[style.name](module, style, cuts, shared) if "weight" in cuts else module.forward
         sharer.share(module, cuts, terms=layout.sequence_parallel or style.name == "partial")
         module.forward = forward  # type: ignore[method-assign]
         _tell_sizes(module)

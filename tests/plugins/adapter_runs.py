@@ -65,6 +65,72 @@ def train(rank: int, world: int, overrides: list[str], kind: str = "gpt", folder
     )
 
 
+def many(rank: int, world: int, cases: list[list[str]], kind: str = "gpt") -> list[Any]:
+    """`train` for each of some lists of overrides, in one start of ranks."""
+    return [train(rank, world, overrides, kind) for overrides in cases]
+
+
+# ------------------------------------------------------------------ through the trainer
+
+TRAINER = (
+    "model.layers=4", "model.width=16", "model.heads=2", "data=synthetic", "data.limit=8000", "data.sequence=8", "model.vocab=64",
+    "train.global_batch=8", "train.steps=3", "tracker=none", "model.init_std=0.2", "train.grad_clip=0", "train.resume=never", *SGD,
+)  # fmt: skip
+
+
+def spec_of(overrides: tuple[str, ...], folder: Path) -> Any:
+    """What ranks get. Raises ConfigError with the problems of the plan."""
+    from dataclasses import replace
+
+    from partita.config.compose import registry_for
+    from partita.config.plain import to_plain
+    from partita.plan.make import make_plan
+    from partita.runtime.spec import RunSpec
+
+    config, job = compose_config([*TRAINER, *overrides])
+    registry = registry_for(())
+    planned = make_plan(config, registry)
+    planned.raise_problems()
+    plan = planned.plan
+    return RunSpec(to_plain(config), plan, replace(job, dir=folder), plan.layout.world, registry.blocked)
+
+
+def play(rank: int, world: int, specs: list[Any]) -> list[dict[str, Any]]:
+    """Three updates of each spec: losses, norms, this rank's frozen weights that changed, whole trained weights. Each is saved."""
+    return [_play(spec) for spec in specs]
+
+
+def _play(spec: Any) -> dict[str, Any]:
+    from partita.train.loop import StepClock, one_update
+    from partita.train.resume import save
+    from partita.train.run import open_run
+
+    run = open_run(spec)
+    names = {f"model.{b.name}": b.parameter.requires_grad for b in run.engine.bindings}
+    frozen = lambda: {(s.key, s.lo): s.data.clone() for s in run.engine.save_slices() if not names.get(s.key, True)}  # noqa: E731
+    before, found = frozen(), []
+    try:
+        for step in range(1, 4):
+            found.append(one_update(run, step, run.data.step(step), StepClock())[0])
+            run.step = step
+        changed = [
+            key for key, value in frozen().items() if not torch.equal(value.view(torch.uint8), before[key].view(torch.uint8))
+        ]
+        save(run)
+        run.checkpoints.wait()
+        return {
+            "loss": [m["loss"] for m in found],
+            "norm": [m["grad_norm"] for m in found],
+            "changed": changed,
+            "frozen": len(before),
+            "trained": {n: run.engine.full_tensor(n) for n, trained in ((k[6:], t) for k, t in names.items()) if trained},
+            "allocated": run.engine.allocated(),
+        }
+    finally:
+        for part in (run.data, run.checkpoints, run.metrics, run.engine):
+            part.close()
+
+
 def again(rank: int, world: int, folder: str, others: dict[str, str]) -> Any:
     """Logits of a session that begins with a saved adapter: with it, with others, with none."""
     from partita_adapter.layers import use

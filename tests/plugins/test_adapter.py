@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,108 @@ from partita.errors import ConfigError
 ADAPTER = ["+adapter=lora", "adapter.rank=3"]
 
 
-@lru_cache(maxsize=8)
-def alone(*overrides: str) -> Any:
-    return run_ranks(1, adapter_runs.train, [*ADAPTER, *overrides])[0]
-
-
 def assert_frozen(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
     changed = {n for n in before if not torch.equal(before[n], after[n])}
     assert changed and all("lora_" in n for n in changed), changed
     assert {n for n in before if "lora_" in n} == changed
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("more", [(), ("recompute=full",), ("adapter.dora=true",)], ids=["plain", "recompute", "dora"])
-def test_every_stage_equals_one_process_and_leaves_the_base_alone(stage: int, more: tuple[str, ...]) -> None:
-    kind = tuple(m for m in more if "adapter" in m)
-    losses, norms, _, weights, *_, logits = alone(*kind)
-    for ours in run_ranks(2, adapter_runs.train, [*ADAPTER, f"zero.stage={stage}", *more]):
-        assert ours[0] == pytest.approx(losses, rel=1e-5)
-        assert ours[1] == pytest.approx(norms, rel=1e-4)
-        assert_frozen(ours[2], ours[3])
-        for name, value in weights.items():
-            torch.testing.assert_close(ours[3][name], value, rtol=1e-5, atol=1e-6, msg=name)
-        torch.testing.assert_close(ours[-1], logits, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("kind", [(), ("adapter.dora=true",)], ids=["lora", "dora"])
+def test_every_stage_equals_one_process_and_leaves_the_base_alone(kind: tuple[str, ...]) -> None:
+    ((losses, norms, _, weights, *_, logits),) = run_ranks(1, adapter_runs.many, [[*ADAPTER, *kind]])[0]
+    cases = [[*ADAPTER, f"zero.stage={stage}", f"recompute={r}", *kind] for stage in range(4) for r in ("none", "full")]
+    for rank in run_ranks(2, adapter_runs.many, cases):
+        for ours in rank:
+            assert ours[0] == pytest.approx(losses, rel=1e-5)
+            assert ours[1] == pytest.approx(norms, rel=1e-4)
+            assert_frozen(ours[2], ours[3])
+            for name, value in weights.items():
+                torch.testing.assert_close(ours[3][name], value, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(ours[-1], logits, rtol=1e-4, atol=1e-4)
     assert losses[-1] < losses[0]
+
+
+# ------------------------------------------------------------------ where layers are cut
+
+CUTS = {
+    "tensor": ("zero=stage3", "parallel.data=2", "parallel.tensor=2", "recompute=full", "offload=host"),
+    "sequence": ("zero=stage2", "parallel.data=2", "parallel.tensor=2", "parallel.sequence_parallel=true", "model=llama"),
+    "pipeline": ("zero=stage3", "parallel.data=2", "parallel.pipeline=2", "offload=host_all"),
+    "3d": ("zero=stage1", "parallel.data=1", "parallel.pipeline=2", "parallel.tensor=2", "recompute=full"),
+    "dora": ("zero=stage3", "parallel.data=2", "parallel.tensor=2", "adapter.dora=true"),
+    "dora sequence": ("zero=stage3", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence_parallel=true", "adapter.dora=true"),
+    "extra": ("zero=stage3", "parallel.pipeline=2", "parallel.tensor=2", "adapter.extra=[norm]", "adapter.targets=[qkv,down]"),
+    "nf4": ("zero=stage3", "parallel.data=2", "parallel.pipeline=2", "adapter.base=nf4", "recompute=full"),
+    "int8": ("zero=stage3", "parallel.data=4", "adapter.base=int8", "precision=bf16", "offload=file_all"),
+}  # fmt: skip
+NUMERIC = ("adapter", "model=", "precision")  # what changes the numbers
+LORA = ("+adapter=lora", "adapter.rank=3")
+
+
+def check(names: list[str], cuts: dict[str, tuple[str, ...]], folder: Path) -> None:
+    """Train on 4 ranks and on one, and compare."""
+    specs, references = [], {}
+    for name in names:
+        path = [f"offload.path={folder / 'files'}"] if "file" in "".join(cuts[name]) else []
+        specs.append(adapter_runs.spec_of((*LORA, *cuts[name], *path), folder / name))
+        key = tuple(o for o in cuts[name] if o.startswith(NUMERIC))
+        references[key] = adapter_runs.spec_of((*LORA, "parallel.data=1", *key), folder / f"one {len(references)}")
+    alone = dict(zip(references, run_ranks(1, adapter_runs.play, list(references.values()))[0], strict=True))
+    ranks = run_ranks(4, adapter_runs.play, specs, timeout=120)
+    for i, name in enumerate(names):
+        want = alone[tuple(o for o in cuts[name] if o.startswith(NUMERIC))]
+        low = "bf16" in "".join(cuts[name])
+        trained: set[str] = set()
+        for rank in ranks:
+            ours = rank[i]
+            assert ours["loss"] == pytest.approx(want["loss"], rel=1e-2 if low else 1e-5), name
+            assert ours["norm"] == pytest.approx(want["norm"], rel=5e-2 if low else 1e-4), name
+            assert ours["frozen"] and not ours["changed"], name
+            trained |= ours["trained"].keys()
+            for key, value in ours["trained"].items():
+                torch.testing.assert_close(value, want["trained"][key], rtol=0.1 if low else 1e-4, atol=1e-2 if low else 1e-6)
+        assert trained == want["trained"].keys(), name
+        assert want["loss"][-1] != want["loss"][0]
+        same_files(folder / name / "adapter", want, "extra" in name)
+
+
+def same_files(folder: Path, want: dict[str, Any], extra: bool) -> None:
+    """The saved adapter has the tensors of all stages and all tensor ranks."""
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert len(stored) == len(want["trained"])
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert len(settings["target_modules"]) == sum("lora_A" in n for n in stored)
+    for name, value in want["trained"].items():
+        key = "base_model.model." + name.replace(".default", "").replace("_vector.weight", "_vector")
+        assert stored[key].shape == value.shape, name
+    assert bool(settings["modules_to_save"]) == extra
+
+
+@pytest.mark.parametrize("names", [list(CUTS)[:5], list(CUTS)[5:]], ids=["first", "second"])
+def test_cut_layers_equal_one_process(names: list[str], tmp_path: Path) -> None:
+    check(names, CUTS, tmp_path)
+
+
+@pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the whole product: PARTITA_LONG_TESTS=1 runs it")
+@pytest.mark.parametrize("stage", range(4))
+def test_the_whole_product_of_stage_recompute_tensor_and_offload(stage: int, tmp_path: Path) -> None:
+    cuts = {}
+    for recompute in ("none", "full", "selective"):
+        for offload in (
+            ("none", "host", "file", "host_all") if stage == 3 else ("none", "host", "file") if stage else ("none", "host")
+        ):
+            for kind in ((), ("adapter.dora=true",)):
+                for cut in (
+                    ("parallel.tensor=2", "parallel.data=2"),
+                    ("parallel.tensor=2", "parallel.pipeline=2", "parallel.data=1"),
+                ):
+                    name = f"{recompute} {offload} {len(kind)} {cut[1]}"
+                    cuts[name] = (f"zero=stage{stage}", f"recompute={recompute}", f"offload={offload}", *kind, *cut)
+    names = list(cuts)
+    for at in range(0, len(names), 8):
+        check(names[at : at + 8], cuts, tmp_path)
 
 
 def test_it_begins_as_the_base_and_bf16_keeps_the_base_to_the_bit() -> None:

@@ -11,6 +11,9 @@
     partial                 whole weights, of whose gradient each rank computes a term (norms on a rank's own heads)
     replicate               whole weights on whole activations: what no style is given to
 
+Small modules that stand beside a matrix (`partita_followers` of the module that holds it: path inside it -> `out` or `in`) are cut as it is:
+one that shares its outputs like it where outputs are cut, one that shares its inputs where inputs are. No pattern is asked for them.
+
 `/16` says that pieces of 16 belong together (the channels of a head): no cut goes through them. What runs is the business of
 the plug-in that owns section `layout`; here is what planner, engine and checkpoint need: which part of each tensor a rank has.
 """
@@ -100,12 +103,25 @@ def styled_modules(module: nn.Module, styles: Iterable[tuple[str, str]]) -> Iter
     Words that are no style count for nothing here: `style_problems` refuses them, and such a plan can still be shown.
     """
     rules = [(pattern, text, parse_style(text)) for pattern, text in styles]
+    following: dict[int, Style | None] = {}
     for path, child in module.named_modules():
         if not any(p is not None for p in child._parameters.values()):
             continue
-        rule = next((r for r in rules if fnmatchcase(path, r[0])), None)
-        if rule is not None and rule[2] is not None:
-            yield path, child, rule[2]
+        if id(child) in following:
+            style = following[id(child)]
+        else:
+            style = next((s for pattern, _, s in rules if fnmatchcase(path, pattern)), None)
+            followers: Mapping[str, str] = getattr(child, "partita_followers", {})
+            following |= {id(child.get_submodule(sub)): _follow(style, side) for sub, side in followers.items()}
+        if style is not None:
+            yield path, child, style
+
+
+def _follow(style: Style | None, side: str) -> Style | None:
+    """The style of what stands beside a module of that style; side: what it shares of the module, `out` or `in`."""
+    if style is None or style.name == "partial":
+        return style
+    return style if style.name in (OUTPUT if side == "out" else INPUT) else None
 
 
 def transposed(module: nn.Module) -> bool:
