@@ -23,6 +23,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "text": "partita.data.corpus:make_text",
         "tokens": "partita.data.corpus:make_tokens",
         "hf": "partita.data.corpus:make_hf",
+        "sft": "partita.data.tuning:make_sft",
         "synthetic": "partita.data.corpus:make_synthetic",
     },
     "tokenizer": {

@@ -68,11 +68,13 @@ class ModelConfig:
 class DataConfig:
     """A corpus by name of the slot `corpus`, cut into samples of `sequence` tokens."""
 
-    name: str = "stdlib"  # stdlib, text, tokens, hf, synthetic, or one that a plug-in provides
-    path: str | None = None  # file, folder or glob (text, tokens, hf)
+    name: str = "stdlib"  # stdlib, text, tokens, hf, sft, synthetic, or one that a plug-in provides
+    path: str | None = None  # file, folder or glob (text, tokens, hf, sft)
     format: str = AUTO  # tokens: auto, megatron (.bin + .idx), raw (.bin of uint16/uint32)
     dtype: str = AUTO  # tokens, raw: auto (uint16 where vocab < 65536), uint16, uint32, int32
-    column: str = "text"  # hf: column with text, or with token ids
+    column: str = "text"  # of rows: the one with text (hf: or token ids; sft: where messages stand, found by itself by default)
+    template: str = AUTO  # sft: how conversations are written: auto (the tokenizer's, else chatml), chatml, or a Jinja file
+    mask_prompt: bool = True  # sft: learn what the assistant says only
     tokenizer: str = "bytes"  # bytes, bpe (trained on the corpus), or a path to a tokenizer.json or folder
     vocab: int = 4096  # bpe: entries
     sequence: int = 128  # tokens of a sample

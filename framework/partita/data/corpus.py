@@ -33,12 +33,14 @@ class Corpus:
 
     starts: offset of each document's first token, rising, the first one 0; None where only end tokens tell.
     where: names the place in messages. identity: changes when the content does (checked on resume).
+    learnt: which tokens [n] are predicted (nonzero); None: all.
     """
 
     tokens: NDArray[Any]
     starts: NDArray[np.int64] | None
     where: str
     identity: str
+    learnt: NDArray[np.uint8] | None = None
 
     def part(self, low: int, high: int) -> Corpus:
         """Tokens `low` to `high` as a corpus."""
@@ -46,7 +48,10 @@ class Corpus:
         if starts is not None:
             inside = starts[np.searchsorted(starts, low, "right") : np.searchsorted(starts, high, "left")] - low
             starts = np.concatenate([np.zeros(1, np.int64), inside]) if high > low else inside[:0]
-        return replace(self, tokens=self.tokens[low:high], starts=starts, identity=f"{self.identity}[{low}:{high}]")
+        learnt = None if self.learnt is None else self.learnt[low:high]
+        return replace(
+            self, tokens=self.tokens[low:high], starts=starts, identity=f"{self.identity}[{low}:{high}]", learnt=learnt
+        )
 
 
 def check_share(config: Any) -> float:

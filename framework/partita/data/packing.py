@@ -66,10 +66,13 @@ class Cutter:
         """
         block, lengths = self._read(indices)
         documents = self._documents(indices, block) if self.pack else None
+        learnt = self._learnt(indices)
         if self.masking is None:
             inputs, labels = self._shifted(block, lengths, documents)
+            if learnt is not None:
+                labels[~learnt[:, 1:]] = IGNORED
         else:
-            inputs, labels = self._masked(block, lengths, sample)
+            inputs, labels = self._masked(block, lengths, sample, learnt)
         out = {"input_ids": inputs, "labels": labels, "sample": np.ascontiguousarray(sample)}
         if documents is not None:
             kept = np.ascontiguousarray(documents[:, : self.sequence])
@@ -88,6 +91,17 @@ class Cutter:
                 lengths[row] = part.size
         self._check(block)
         return block, lengths
+
+    def _learnt(self, indices: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Which tokens [B, reach] are to be predicted; None: all."""
+        if self.corpus.learnt is None:
+            return None
+        out = np.zeros((indices.size, self.reach), bool)
+        for row, index in enumerate(indices.tolist()):
+            if index >= 0:
+                part = self.corpus.learnt[index * self.sequence : index * self.sequence + self.reach]
+                out[row, : part.size] = part != 0
+        return out
 
     def _check(self, block: Block) -> None:
         # An id outside the embedding is a crash without a message on an accelerator.
@@ -115,9 +129,13 @@ class Cutter:
             labels[documents[:, 1:] != documents[:, :-1]] = IGNORED
         return inputs, labels
 
-    def _masked(self, block: Block, lengths: NDArray[np.int64], sample: NDArray[np.int64]) -> tuple[Block, Block]:
+    def _masked(
+        self, block: Block, lengths: NDArray[np.int64], sample: NDArray[np.int64], learnt: NDArray[np.bool_] | None
+    ) -> tuple[Block, Block]:
         assert self.masking is not None
         present = np.arange(self.sequence) < lengths[:, None]
+        if learnt is not None:
+            present &= learnt
         return self.masking.apply(block, present, sample)
 
 

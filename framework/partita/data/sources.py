@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import gzip
-import json
 import os
 import sysconfig
 import zlib
@@ -21,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partita.data.hashing import digest, fraction
+from partita.data.rows import is_table, read_rows
 from partita.errors import ConfigError, PartitaError
 
 STDLIB_LIMIT = 4 << 20  # bytes
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", ".jsonl", ".parquet")
 
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -69,7 +69,9 @@ def training_texts(source: Source, share: float) -> Iterator[str]:
 
 def find_source(config: Any) -> Source | None:
     """The source of a built-in corpus of documents; None for one that isn't read as documents."""
-    maker = {"stdlib": stdlib_source, "text": text_source, "hf": hf_source}.get(config.data.name)
+    from partita.data.tuning import sft_source  # it reads `Document`
+
+    maker = {"stdlib": stdlib_source, "text": text_source, "hf": hf_source, "sft": sft_source}.get(config.data.name)
     return maker(config) if maker else None
 
 
@@ -126,7 +128,7 @@ def _limit(config: Any, default: int | None) -> int | None:
 
 
 def text_source(config: Any) -> Source:
-    """Text files, a document each; .jsonl files, a document each line (key `data.column`); both may be gzipped."""
+    """Text files, a document each; .jsonl and .parquet files, a document each row (`data.column`). All but the last may be gzipped."""
     path = need_path(config)
     files = _text_files(path)
     return _file_source("text", str(path), files, _limit(config, None), config.data.column)
@@ -168,9 +170,8 @@ def stat_key(files: Iterable[Path]) -> str:
 
 def _read_all(files: Iterable[Path], column: str) -> Iterator[Document]:
     for path in files:
-        plain = path.name.removesuffix(".gz")
-        if plain.endswith(".jsonl"):
-            yield from _read_lines(path, column)
+        if is_table(path):
+            yield from _read_column(path, column)
         elif text := _read_text(path):
             yield Document(text)
 
@@ -192,27 +193,16 @@ def _read_text(path: Path) -> str:
     return data.decode("utf-8", errors="replace")
 
 
-def _read_lines(path: Path, column: str) -> Iterator[Document]:
-    """Documents of a .jsonl file, read line by line. Errors name file and line."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip() and (text := _field(path, number, line, column)):
-                    yield Document(text)
-    except (OSError, EOFError, zlib.error) as error:
-        raise PartitaError(f"data.path: can't read {path}: {error}") from error
-
-
-def _field(path: Path, number: int, line: str, column: str) -> str:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise PartitaError(f"data.path: {path}, line {number} is not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get(column), str):
-        keys = ", ".join(row) if isinstance(row, dict) else "it is no object"
-        raise PartitaError(f"data.column: {path}, line {number} has no text under {column!r} ({keys})\n    -> data.column=KEY")
-    return str(row[column])
+def _read_column(path: Path, column: str) -> Iterator[Document]:
+    """Documents of a .jsonl or .parquet file, row by row. Errors name file and row."""
+    for number, row in read_rows(path, [column]):
+        text = row.get(column)
+        if not isinstance(text, str) and (text is not None or path.suffix != ".parquet"):
+            keys = ", ".join(map(str, row))
+            where = f"{path}, {'row' if path.suffix == '.parquet' else 'line'} {number}"
+            raise PartitaError(f"data.column: {where} has no text under {column!r} ({keys})\n    -> data.column=KEY")
+        if text:
+            yield Document(text)
 
 
 def _limited(documents: Iterator[Document], limit: int | None) -> Iterator[Document]:

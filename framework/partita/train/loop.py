@@ -207,9 +207,11 @@ def evaluate(run: Run, progress: Progress) -> dict[str, Any]:
     total, tokens = sums.tolist()
     loss = total / tokens if tokens else math.nan
     run.best = loss if run.best is None or loss < run.best else run.best
-    metrics = {"step": run.step, "eval_loss": loss, "eval_tokens": int(tokens), "eval_seconds": time.perf_counter() - started}
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    metrics = {"step": run.step, "eval_loss": loss, "eval_perplexity": perplexity, "eval_tokens": int(tokens)}
+    metrics["eval_seconds"] = time.perf_counter() - started
     run.metrics.write(metrics)
-    progress.say(f"step {run.step}  evaluation loss {loss:.4f} over {int(tokens):,} tokens")
+    progress.say(f"step {run.step}  evaluation loss {loss:.4f} (perplexity {perplexity:.4g}) over {int(tokens):,} tokens")
     run.notify("partita_evaluate", step=run.step, metrics=metrics)
     phase.set(step=run.step, phase="train")
     return metrics
