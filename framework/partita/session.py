@@ -78,8 +78,10 @@ def prepare(model: nn.Module, config: Settings = ()) -> Session:
 
 
 def _batch(config: Settings) -> list[str]:
-    """A session is given its batches, so their size is no part of the plan."""
+    """A session is given its batches, so their size is no part of the plan; a DeepSpeed file tells how many make an update."""
     given = "\n".join(_overrides(config))
+    if "deepspeed=" in given:
+        return []
     return [
         f"{key}={value}"
         for key, value in (("train.global_batch", "auto"), ("parallel.microbatches", 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from partita.cli import train
 from partita.config import command as command_line
 from partita.config.command import job_folder, parse_command, parse_overrides, shared_folder, sweep_folder
 from partita.config.compose import compose_config, default_choices, hydra_main, registry_for
@@ -35,6 +35,8 @@ BESIDES = {
     ("data", "text"): [f"data.path={ROOT}/README.md"],
     ("data", "tokens"): [f"data.path={ROOT}/README.md"],
     ("data", "hf"): [f"data.path={ROOT}"],
+    ("data", "sft"): [f"data.path={ROOT}"],
+    ("experiment", "smollm2_lora"): [f"model.path={ROOT}", f"data.path={ROOT}"],
     ("model", "hf"): [f"model.path={ROOT}"],
 }
 
@@ -203,9 +205,9 @@ def test_only_rank_0_writes_hydras_files(tmp_path: Path, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------ as a command
 
 
-def run(*argv: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *argv]
-    return subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 def test_cfg_job_is_the_config_that_is_run(tmp_path: Path) -> None:
@@ -233,10 +235,16 @@ def test_help_lists_groups_and_options(tmp_path: Path) -> None:
         ("zero.st", ["zero.stage="]),
     ],
 )
-def test_tab_completion(line: str, answers: list[str], tmp_path: Path) -> None:
+def test_tab_completion(
+    line: str, answers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = f"python train.py {line}"
-    done = run("-sc", "query=bash", cwd=tmp_path, COMP_LINE=words, COMP_POINT=str(len(words)))
-    assert done.stdout.split() == answers
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMP_LINE", words)
+    monkeypatch.setenv("COMP_POINT", str(len(words)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "-sc", "query=bash"])
+    assert train() == 0
+    assert capfd.readouterr().out.split() == answers
 
 
 def test_no_torch_before_the_job() -> None:

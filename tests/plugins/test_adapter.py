@@ -51,8 +51,8 @@ CUTS = {
     "pipeline": ("zero=stage3", "parallel.data=2", "parallel.pipeline=2", "offload=host_all"),
     "3d": ("zero=stage1", "parallel.data=1", "parallel.pipeline=2", "parallel.tensor=2", "recompute=full"),
     "dora": ("zero=stage3", "parallel.data=2", "parallel.tensor=2", "adapter.dora=true"),
-    "dora sequence": ("zero=stage3", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence_parallel=true", "adapter.dora=true"),
-    "extra": ("zero=stage3", "parallel.pipeline=2", "parallel.tensor=2", "adapter.extra=[norm]", "adapter.targets=[qkv,down]"),
+    "dora sequence": ("zero=stage3", "parallel.data=1", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence_parallel=true", "adapter.dora=true"),
+    "extra": ("zero=stage3", "parallel.data=1", "parallel.pipeline=2", "parallel.tensor=2", "adapter.extra=[norm]", "adapter.targets=[qkv,down]"),
     "nf4": ("zero=stage3", "parallel.data=2", "parallel.pipeline=2", "adapter.base=nf4", "recompute=full"),
     "int8": ("zero=stage3", "parallel.data=4", "adapter.base=int8", "precision=bf16", "offload=file_all"),
 }  # fmt: skip

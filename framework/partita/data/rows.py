@@ -42,7 +42,7 @@ def _object(path: Path, number: int, line: str) -> Row:
     except ValueError as error:
         raise PartitaError(f"data.path: {path}, line {number} is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise PartitaError(f"data.path: {path}, line {number} is no object\n    -> one JSON object on each line")
+        raise PartitaError(f"data.path: {path}, line {number}: it is no object\n    -> one JSON object on each line")
     return row
 
 

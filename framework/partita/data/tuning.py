@@ -12,7 +12,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +104,19 @@ def _build(folder: Path, config: Any, tokenizer: Tokenizer, template: ChatTempla
     length, fill = config.data.sequence, tokenizer.eos if tokenizer.eos is not None else 0
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     counts = {"conversations": 0, "cut": 0, "empty": 0}
-    sides = {side: _Side(folder, side, dtype, length, fill) for side in (TRAIN, VALIDATION)}
-    groups = _groups(_talks(files, config, template))
-    for group in groups:
-        ready: dict[str, list[Talk]] = {TRAIN: [], VALIDATION: []}
-        for talk in _tokenized(group, tokenizer, share, config.data.mask_prompt):
-            counts["conversations"] += 1
-            counts["cut"] += talk.ids.size > length
-            talk = replace(talk, ids=talk.ids[:length], learnt=talk.learnt[:length])
-            if talk.learnt[1:].any():
-                ready[VALIDATION if talk.held else TRAIN].append(talk)
-            else:
-                counts["empty"] += 1
-        for side, talks in ready.items():
-            sides[side].add(_bins(talks, length) if config.data.pack else [[t] for t in talks])
-    for writer in sides.values():
-        writer.close()
+    with _Side(folder, TRAIN, dtype, length, fill) as train, _Side(folder, VALIDATION, dtype, length, fill) as validation:
+        for group in _groups(_talks(files, config, template)):
+            ready: dict[bool, list[Talk]] = {False: [], True: []}
+            for talk in _tokenized(group, tokenizer, share, config.data.mask_prompt):
+                counts["conversations"] += 1
+                counts["cut"] += talk.ids.size > length
+                talk = replace(talk, ids=talk.ids[:length], learnt=talk.learnt[:length])
+                if talk.learnt[1:].any():
+                    ready[talk.held].append(talk)
+                else:
+                    counts["empty"] += 1
+            for side, talks in ((train, ready[False]), (validation, ready[True])):
+                side.add(_bins(talks, length) if config.data.pack else [[t] for t in talks])
     if counts["conversations"] == counts["empty"]:
         raise PartitaError(
             f"data.path: none of {counts['conversations']} conversations has a word of the assistant in its first {length} tokens\n"
@@ -205,12 +201,14 @@ class _Side:
         self._ids.write(ids.astype(self._dtype).tobytes())
         self._learnt.write(learnt.astype(np.uint8).tobytes())
 
-    def close(self) -> None:
+    def __enter__(self) -> _Side:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Ends the files; one token more, since the last sample reads one ahead."""
-        if self._samples:
-            self._write(np.full(1, self._fill), np.zeros(1, np.uint8))
-        self._ids.close()
-        self._learnt.close()
+        with self._ids, self._learnt:
+            if self._samples:
+                self._write(np.full(1, self._fill), np.zeros(1, np.uint8))
         np.save(self._folder / f"{self._name}.starts.npy", np.array(self._starts, np.int64))
 
 
@@ -218,5 +216,5 @@ def _open(entry: Path, side: str, where: str) -> Corpus:
     meta = json.loads((entry / "meta.json").read_text())
     ids = formats.read_raw(entry / f"{side}.bin", meta["dtype"]).tokens
     learnt = np.memmap(entry / f"{side}.learnt.bin", np.uint8, "r") if ids.size else np.empty(0, np.uint8)
-    marks = ":".join(chain([identity(ids)], [identity(learnt)] if ids.size else []))
+    marks = f"{identity(ids)}:{identity(learnt)}" if ids.size else "none"
     return Corpus(ids, np.load(entry / f"{side}.starts.npy"), where, marks, learnt)
