@@ -27,7 +27,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
     if a.path and DEFAULT in a.others:
         raise ConfigError(f"adapter.others: {DEFAULT!r} is the label of the adapter that is trained\n    -> another label")
     targets = _targets(model, a.targets)
-    shapes = {name: tuple(model.get_submodule(name).weight.shape) for name in targets}
+    shapes = {name: tuple(model.get_parameter(f"{name}.weight").shape) for name in targets}
     base = _base(model, config.seed)
     model.requires_grad_(False)
     for label in dict.fromkeys([DEFAULT, *folders]):

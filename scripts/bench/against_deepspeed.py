@@ -128,7 +128,8 @@ def rank_main(engine: str, folder: Path, steps: int, names: list[str]) -> None:
         deepspeed.init_distributed(dist_backend="gloo")
     else:
         dist.init_process_group("gloo")
-    run, found = {"ours": ours, "theirs": theirs}[engine], {}
+    run = {"ours": ours, "theirs": theirs}[engine]
+    found: dict[str, list[float] | str] = {}
     for name in names:
         try:
             found[name] = run(folder / f"{name}.json", steps, rank)

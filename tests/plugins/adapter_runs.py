@@ -100,7 +100,12 @@ def play(rank: int, world: int, specs: list[Any]) -> list[dict[str, Any]]:
     return [_play(spec) for spec in specs]
 
 
-def _play(spec: Any) -> dict[str, Any]:
+def logits(rank: int, world: int, spec: Any) -> torch.Tensor:
+    """Three updates, a checkpoint, and what the trained model says."""
+    return _play(spec, logits=True)["logits"]  # type: ignore[no-any-return]
+
+
+def _play(spec: Any, logits: bool = False) -> dict[str, Any]:
     from partita.train.loop import StepClock, one_update
     from partita.train.resume import save
     from partita.train.run import open_run
@@ -118,7 +123,12 @@ def _play(spec: Any) -> dict[str, Any]:
         ]
         save(run)
         run.checkpoints.wait()
+        said = None
+        if logits:
+            with torch.no_grad(), run.engine.full_parameters():
+                said = run.model.eval()(batch(99, 0, 1)).float()
         return {
+            "logits": said,
             "loss": [m["loss"] for m in found],
             "norm": [m["grad_norm"] for m in found],
             "changed": changed,

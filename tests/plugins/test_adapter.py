@@ -186,12 +186,29 @@ def test_peft_loads_what_is_saved_and_computes_the_same(dora: bool, tmp_path: Pa
     torch.testing.assert_close(theirs.merge_and_unload()(ids), ours[-1], rtol=1e-3, atol=1e-4)
 
 
+def test_a_group_that_is_left_empty_changes_no_rate_of_others() -> None:
+    """All that one group matches is frozen; the two others keep their own factors, and all follow one schedule."""
+    groups = "{match:['*lora_A*'],lr_scale:1.0},{match:['*mlp.up.weight'],lr_scale:0.5},{match:['*lora_B*'],lr_scale:0.1}"
+    rates = ["optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.weight_decay=0", f"optimizer.groups=[{groups}]", "train.grad_clip=0",
+             "lr_schedule=linear", "lr_schedule.warmup=0", "lr_schedule.minimum=0", "train.steps=4"]  # fmt: skip
+    session = partita.prepare(adapter_runs.model(), [*adapter_runs.SIZES, *ADAPTER, *rates])
+    for _ in range(3):
+        before = session.state_dict()
+        result = session.step(adapter_runs.batch(0, 0, 1), adapter_runs.loss)
+        for name, value in session.state_dict().items():
+            factor = 1.0 if "lora_A" in name else 0.1 if "lora_B" in name else 0.0
+            want = before[name] - result.lr * factor * session.gradient(name) if factor else before[name]
+            torch.testing.assert_close(value, want, rtol=1e-6, atol=1e-8, msg=name)
+    assert result.lr == pytest.approx(0.5 / 3)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["adapter.targets=[qvk]"], "adapter.targets.*qkv"),
         (["adapter.targets=[head]"], "tied to another module"),
         (["adapter.rank=0"], "adapter.rank"),
+        (["adapter.base=nf3"], "adapter.base.*nf4"),
         (["adapter.extra=[nrom]"], "adapter.extra.*norm"),
         (["adapter.path=nowhere"], "adapter.path"),
         (["adapter.name=lroa"], "lora"),
@@ -200,6 +217,56 @@ def test_peft_loads_what_is_saved_and_computes_the_same(dora: bool, tmp_path: Pa
 def test_mistakes_are_told(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         partita.prepare(adapter_runs.model(), [*adapter_runs.SIZES, *ADAPTER, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("adapter.base=nf4", "parallel.tensor=2"), "parallel.tensor.*adapter.base=whole"),
+        (("adapter.base=int8", "zero=stage3", "parallel.data=2", "compression.parameter_gather=int8"), "adapter.base.*travel as int8"),
+        (("adapter.dora=true", "parallel.pipeline=2", "adapter.targets=[head]", "model.tie_embeddings=false"), "adapter.targets.*no block"),
+        (("adapter.dora=true", "parallel.tensor=4", "model=llama", "model.width=32", "model.heads=4", "model.kv_heads=2",
+          "parallel.replicate_kv=true"), "adapter.dora.*replicate_kv"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_told(overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        adapter_runs.spec_of((*LORA, *overrides), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (5, 7), (1, 1), (33, 65)])
+def test_packed_matrices(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Each element comes back as the nearest of the format's values, in its block of 64; the bytes are as many as were told."""
+    from partita_adapter.quantized import NF4, pack, packed_numel, unpack
+
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    blocks = torch.nn.functional.pad(matrix.flatten(), (0, -matrix.numel() % 64)).view(-1, 64)
+    top = blocks.abs().amax(1, keepdim=True)
+    for format, values in (("nf4", torch.tensor(NF4)), ("int8", torch.arange(-127, 128) / 127)):
+        packed = pack(matrix, format, dtype)
+        assert packed.numel() == packed_numel(matrix.numel(), format, dtype) and packed.dtype == dtype
+        nearest = values[((blocks / top).unsqueeze(-1) - values).abs().argmin(-1)] * top
+        got = unpack(packed, format, shape, torch.float32)
+        torch.testing.assert_close(got, nearest.flatten()[: matrix.numel()].view(shape), rtol=1e-5, atol=1e-6)
+    quantiles = torch.special.ndtri(torch.linspace(0.9677083, 0.5, 9, dtype=torch.float64)[:-1])
+    want = (quantiles / quantiles.max()).float().sort().values
+    torch.testing.assert_close(torch.tensor(NF4)[8:], want, rtol=1e-5, atol=1e-6)  # of Dettmers et al. 2023, appendix E
+    assert not unpack(pack(torch.zeros(shape), "nf4", dtype), "nf4", shape, dtype).any()
+
+
+@pytest.mark.parametrize("model", ["gpt", "hf"])
+def test_an_export_from_a_packed_base_is_the_model_that_was_trained(model: str, tmp_path: Path) -> None:
+    import transformers
+
+    from partita.models.export import export_run
+
+    more = ("model=hf", "+model.options.model_type=gpt2", "data.tokenizer=ids") if model == "hf" else ()
+    spec = adapter_runs.spec_of((*LORA, "zero=stage3", "parallel.data=2", "adapter.base=nf4", *more), tmp_path / "run")
+    want = run_ranks(2, adapter_runs.logits, spec)[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "out")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(adapter_runs.batch(99, 0, 1)).logits, want, rtol=1e-4, atol=1e-4)
 
 
 def test_an_option_without_an_adapter_is_refused() -> None:

@@ -148,3 +148,31 @@ def stored(rank: int, world: int, folder: str) -> Any:
     second = partita.prepare(Net(7), config(1))
     second.load(folder)
     return [s.step(part(batch(2), rank, world), mse).loss for s in (first, second)], second.updates
+
+
+class Frozen(nn.Module):
+    """Blocks of a frozen norm and a layer that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        for block in self.blocks:
+            block[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def frozen_norms(rank: int, world: int) -> Any:
+    """Gradients under stage 3 with recompute, those of a plain backward, and bytes that the last block still holds whole after the update."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    plain = Frozen()
+    plain(x).square().mean().backward()
+    session = partita.prepare(Frozen(), ["zero.stage=3", "recompute=full", "optimizer.name=sgd", "optimizer.lr=0.1"])
+    session.step(x.chunk(world)[rank], lambda model, part: model(part).square().mean())
+    names = [n for n, p in plain.named_parameters() if p.requires_grad]
+    whole = sum(b.full.untyped_storage().size() for b in session.engine.blocks[-1].buckets)
+    return {n: session.gradient(n) for n in names}, {n: plain.get_parameter(n).grad for n in names}, whole
