@@ -22,7 +22,7 @@ KINDS = {
     "qwen3": ("model.kv_heads=2", "+model.options.head_dim=16"),
 }  # fmt: skip
 SHAPES = {  # of SmolLM2-135M, and of one a fifth as large with the same proportions
-    "small": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 15, "vocab_size": 24576},
+    "small": {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 15, "vocab_size": 12288},
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
 }
 

@@ -101,12 +101,19 @@ def same_files(folder: Path, want: dict[str, Any], extra: bool) -> None:
     assert bool(settings["modules_to_save"]) == extra
 
 
-@pytest.mark.parametrize("names", [list(CUTS)[:5], list(CUTS)[5:]], ids=["first", "second"])
+LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="more of the same: PARTITA_LONG_TESTS=1 runs it")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["tensor", "sequence", "3d", "extra"], ["dora sequence", "nf4", "int8"], pytest.param(["pipeline", "dora"], marks=LONG)],
+    ids=["lora", "others", "more"],
+)
 def test_cut_layers_equal_one_process(names: list[str], tmp_path: Path) -> None:
     check(names, CUTS, tmp_path)
 
 
-@pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the whole product: PARTITA_LONG_TESTS=1 runs it")
+@LONG
 @pytest.mark.parametrize("stage", range(4))
 def test_the_whole_product_of_stage_recompute_tensor_and_offload(stage: int, tmp_path: Path) -> None:
     cuts = {}

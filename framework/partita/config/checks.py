@@ -90,7 +90,7 @@ SLOTS = {
     "train.loss": "loss",
 }
 COUNTED = ("warmup", "warmup_decay", "warmup_cosine", "one_cycle", "range_test")  # a warm-up may be longer than the run there
-NEEDS_PATH = {"text": "text files", "tokens": "token files", "hf": "a dataset on disk"}
+NEEDS_PATH = {"text": "text files", "tokens": "token files", "hf": "a dataset on disk", "sft": "conversations"}
 
 
 def check_config(config: Any, slots: Mapping[str, Mapping[str, str]], together: bool = True) -> list[Problem]:

@@ -16,6 +16,7 @@ from partita.models.hf_experts import Places, expert_places, old_names, read_exp
 from partita.state.parts import Part
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+RENEW = 16 << 20  # bytes that are read from open files until they are opened anew
 EXPERTS_NDIM = 3  # of weights that stack experts
 
 
@@ -107,6 +108,7 @@ class StoredWeights:
         self._folder, self._model = folder, model
         self._files = _files(folder)
         self._open: dict[str, Any] = {}
+        self._mapped = 0  # bytes read since files were opened
         self._places = {name: self._find(names) for name, names in _names(model).items()}
         self._whole: dict[str, torch.Tensor] | None = None
         self._experts = {name: found for name in self._places if (found := self._find_experts(name)) is not None}
@@ -124,7 +126,7 @@ class StoredWeights:
         place = self._places[name]
         if place is None:
             raise PartitaError(f"{self._folder} has no weights for {name!r}")
-        return self._handle(place).get_tensor(place)
+        return self._noted(self._handle(place).get_tensor(place))
 
     def part(self, name: str, part: Part) -> torch.Tensor | None:
         """A part of a parameter, of which no more is read; None where only the whole one can be had."""
@@ -138,13 +140,13 @@ class StoredWeights:
         if tuple(stored.get_shape()) != part.shape:
             return None  # the whole one is read and refused
         pieces = [stored[(*(slice(None),) * part.dim, slice(lo, hi))] for lo, hi in part.ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim)
+        return self._noted(pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim))
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """A buffer, in the dtype of the file; None where the folder has none of that name."""
         place = self._find([name])
         if place is not None:
-            return self._handle(place).get_tensor(place)
+            return self._noted(self._handle(place).get_tensor(place))
         return self._read_whole().get(name) if self._converted else None
 
     def _spellings(self, name: str) -> tuple[str, ...]:
@@ -199,6 +201,13 @@ class StoredWeights:
         if file not in self._open:
             self._open[file] = safe_open(self._folder / file, framework="pt", device="cpu")
         return self._open[file]
+
+    def _noted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pages of a mapped file stay in memory as long as it is open: it is opened anew when many have been read."""
+        self._mapped += tensor.nbytes
+        if self._mapped > RENEW:
+            self._open, self._mapped = {}, 0  # the tensor keeps its own
+        return tensor
 
     def _read_whole(self) -> dict[str, torch.Tensor]:
         if self._whole is None:
