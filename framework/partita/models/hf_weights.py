@@ -16,7 +16,7 @@ from partita.models.hf_experts import Places, expert_places, old_names, read_exp
 from partita.state.parts import Part
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-RENEW = 16 << 20  # bytes that are read from open files until they are opened anew
+RENEW = 4 << 20  # bytes that are read from open files until they are opened anew
 EXPERTS_NDIM = 3  # of weights that stack experts
 
 
