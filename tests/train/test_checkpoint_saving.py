@@ -116,6 +116,34 @@ def test_a_load_needs_memory_for_a_chunk_only(tmp_path: Path) -> None:
         assert right and extra < shards.CHUNK + 4 * MB
 
 
+# ------------------------------------------------------------------ bytes of a shard
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, shards.CHUNK + 5, 3 * shards.CHUNK])
+def test_bytes_past_the_page_cache_and_through_it_are_the_same(size: int, tmp_path: Path) -> None:
+    aligned = shards.host_buffer(size, pinned=False)
+    assert aligned.data_ptr() % shards.PAGE == 0
+    aligned.copy_(torch.arange(size) % 251)
+    odd = torch.empty(size + 65, dtype=torch.uint8)[65:].copy_(aligned)
+    sums = [shards.write_shard(tmp_path / name, data, lambda: None) for name, data in (("a", aligned), ("b", odd))]
+    assert sums[0] == sums[1] == shards.checksums(odd)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == odd.numpy().tobytes()
+    assert len(sums[0]) == 8 * -(-size // shards.BLOCK)
+
+
+def test_an_error_of_any_writer_is_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [5]
+
+    def refuse(_bytes: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "before_write", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        shards.write_shard(tmp_path / "a", shards.host_buffer(9 * shards.CHUNK, pinned=False), lambda: None)
+
+
 # ------------------------------------------------------------------ failure
 
 

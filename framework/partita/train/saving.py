@@ -393,8 +393,8 @@ def remove_folder(path: Path) -> None:
 
 
 def _ticks(world: int) -> Iterator[None]:
-    """Wait a little longer each time: from 5 to 20 ms, or 100 ms where many ranks ask the same file system."""
-    pause, longest = 0.005, 0.02 if world <= 16 else 0.1
+    """Wait a little longer each time: from 2 to 10 ms, or 100 ms where many ranks ask the same file system."""
+    pause, longest = 0.002, 0.01 if world <= 16 else 0.1
     while True:
         yield
         time.sleep(pause)
