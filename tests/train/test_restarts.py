@@ -74,3 +74,22 @@ def test_the_plan_is_made_again(overrides: tuple[str, ...], left: int, ranks: in
         assert spec.plan.layout.world == ranks
         assert config.parallel.data == compose_config([*commands.TINY, *overrides])[0].parallel.data  # not touched
         assert with_ranks(config, 1, 12).launch.ranks == 1
+
+
+def planned(*overrides: str) -> Any:
+    config, _ = compose_config([*commands.TINY, "parallel.data=2", *overrides])
+    return make_plan(config, registry_for(()))
+
+
+def test_who_restarts_is_told_and_what_nothing_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not [e for e in planned("launch.restarts=2").manifest.as_list() if e["key"] == "launch.restarts" and e.get("why")]
+    problems = planned("train.memory_every=5").problems
+    assert [p.key for p in problems] == ["train.memory_every"] and "launch.restarts" in problems[0].remedy
+    assert not planned("train.memory_every=5", "launch.restarts=1").problems
+    assert [p.key for p in planned("train.memory_every=-1", "launch.restarts=1").problems] == ["train.memory_every"]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
+    line = next(
+        e for e in planned("launch.restarts=2", "train.memory_every=5").manifest.as_list() if e["key"] == "launch.restarts"
+    )
+    assert (line["asked"], line["in_effect"]) == (2, 0) and "torchrun" in line["why"]
