@@ -41,7 +41,7 @@ class ExpertLayer(nn.Module):
     """Sends each token to k of the experts and adds what they answer, by their gates. Subclasses hold the router's weights.
 
     group: the ranks that share out the experts; without one, all are here. term_weight: of one token in the objective, known in
-    backward. Tokens that an expert has no room for get nothing from it.
+    backward. In training, tokens that an expert has no room for get nothing from it.
     """
 
     experts: Experts
@@ -87,7 +87,7 @@ class ExpertLayer(nn.Module):
         order = expert_order(choice.experts, self.routing.experts)
         if not flat.is_meta:
             flat = self._attach(flat, logits, choice, order.sizes, sequences=x.shape[0])
-            if self.routing.capacity is not None:
+            if self.routing.capacity is not None and self.training:  # else the counts are what they are
                 order = self._kept(choice)
         routed, beside = self._routed(flat, choice.gates, order)
         return self.joined(flat, routed, beside).view_as(x)
@@ -121,7 +121,7 @@ class ExpertLayer(nn.Module):
         kept = within_capacity(choice, self.routing)
         order = expert_order(choice.experts.masked_fill(~kept, -1), self.routing.experts)
         count = int(order.sizes.sum())
-        if self.figures is not None and self.training and self.counting():
+        if self.figures is not None and self.counting():
             self.figures[self.routing.experts] += kept.numel() - count
         return order._replace(slots=order.slots[:count])
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
-from partita.plan.plan import Plan
+from partita.plan.links import message
+from partita.plan.plan import EXPERT_AXES, Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost, Transform
@@ -151,16 +152,15 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     from partita_moe.change import moe_layers
 
     itemsize = {"float32": 4}.get(plan.precision.compute, 2)
-    # a row there and back in forward and in backward, and where forward is computed again; a rank of a pipeline has its share of layers
     rows = [layer.routing.top_k * layer.router_weight().shape[1] for _, layer in moe_layers(draft.model.module)]
-    tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context * plan.schedule.micro_batches
+    tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context
     if layout.sequence_parallel:
         tokens //= layout.tensor
-    times = 4 + 2 * (plan.activations.default == "full")
-    size = times * tokens * sum(rows) * itemsize * (layout.expert - 1) // layout.expert // layout.pipeline
-    place = draft.cluster.link(layout, ("shard",))
-    bandwidth = draft.cluster.bandwidth(place)
-    return [Cost("communication", "tokens to experts and back", size, place, size / bandwidth if bandwidth else 0.0)]
+    # there and back in forward and in backward, and where forward is computed again; a rank of a pipeline has its share of layers
+    times = (6 if plan.activations.default == "full" else 4) * plan.schedule.micro_batches * len(rows) / layout.pipeline
+    data = tokens * max(rows, default=0) * itemsize
+    what = "tokens to experts and back"
+    return [message(draft.cluster, layout, EXPERT_AXES, what, data, "exchange", times=times, repeated=True)]
 
 
 @hookimpl

@@ -192,6 +192,22 @@ def test_capacity_without_a_limit_is_dropless() -> None:
     assert torch.equal(free(x), tight(x))
 
 
+def test_outside_of_training_nobody_is_dropped() -> None:
+    x = torch.randn(2, 9, 12, dtype=F64)
+    free, tight = make_layer(Routing(4, 2, SOFTMAX_CHOSEN)), make_layer(Routing(4, 2, SOFTMAX_CHOSEN, capacity=0.3))
+    assert not torch.allclose(free(x), tight(x))
+    assert torch.equal(free.eval()(x), tight.eval()(x))
+
+
+def test_the_estimate_is_the_formula(plan_of) -> None:
+    """4 T k C bytes (e - 1) / e for each layer."""
+    planned = plan_of(launch__ranks=4, model__name="llama", moe__name="mixtral", parallel__expert=4)
+    (cost,) = [c for c in planned.costs if c.what == "tokens to experts and back"]
+    config, schedule = planned.config, planned.plan.schedule
+    tokens = schedule.micro_batch * schedule.micro_batches * config.data.sequence
+    assert cost.bytes == config.model.layers * 4 * tokens * 2 * config.model.width * 4 * 3 // 4
+
+
 # ------------------------------------------------------------------ plans
 
 
