@@ -10,6 +10,7 @@ import torch
 
 from partita_kernels.loss import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, Options
 from partita_kernels.rows import as_rows
+from partita_kernels.sgd import sgd_
 
 Tensor = torch.Tensor
 
@@ -36,22 +37,47 @@ def chunk_rows(rows: int, classes: int, element: int, device: torch.device) -> i
 
 
 class _Sums:
-    """The gradients that a pass over the chunks fills."""
+    """The gradients that a pass over the chunks fills.
+
+    That of a low-precision weight is summed in float32; its own memory holds each chunk's part before, so that no chunk allocates.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, want_x: bool, want_weight: bool) -> None:
         self.x = torch.empty_like(x) if want_x else x.new_empty(0)
-        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
-        self.weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if want_weight else weight.new_empty(0)
+        self.weight = torch.empty_like(weight) if want_weight else weight.new_empty(0)
         self.wanted = (want_x, want_weight)
+        self._total: Tensor | None = None
+        if want_weight and not len(x):
+            self.weight.zero_()
 
-    def add(self, rows: slice, dlogits: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Take in a chunk."""
+    def add(self, rows: slice, dlogits: Tensor, x: Tensor, weight: Tensor, last: bool) -> None:
+        """Take in a chunk. last: is it the last?"""
         if self.wanted[0]:
             torch.mm(dlogits, weight, out=self.x[rows])
-        if self.wanted[1] and self.weight.dtype == x.dtype:
+        if not self.wanted[1]:
+            return
+        first = rows.start == 0
+        if not first and self.weight.dtype in (torch.float32, torch.float64):
             self.weight.addmm_(dlogits.t(), x)
-        elif self.wanted[1]:
-            self.weight.add_(dlogits.t() @ x)
+            return
+        torch.mm(dlogits.t(), x, out=self.weight)
+        if self._total is not None:
+            _add(self._total, self.weight, last)
+        elif not last and self.weight.dtype not in (torch.float32, torch.float64):
+            self._total = self.weight.float()
+
+
+def _add(total: Tensor, part: Tensor, last: bool) -> None:
+    """total += part; last: and part becomes the total, rounded."""
+    if total.device.type != "cpu":
+        total.add_(part)
+        if last:
+            part.copy_(total)
+        return
+    # One pass of descent with rate -1, where torch's sum of two formats takes four times as long.
+    flat, low = total.view(-1), part.view(-1)
+    copies, one = [low if last else None], torch.ones(())
+    sgd_([flat], [low], None, copies=copies, lr=-1.0, momentum=0.0, nesterov=False, weight_decay=0.0, scale=one)
 
 
 def _chunked(x: Tensor, weight: Tensor, labels: Tensor, o: Options, sums: _Sums) -> Tensor:
@@ -68,7 +94,7 @@ def _chunked(x: Tensor, weight: Tensor, labels: Tensor, o: Options, sums: _Sums)
         if any(sums.wanted):
             ones = one.expand(losses.shape[0])
             CROSS_ENTROPY_BACKWARD.on(x.device)(ones, logits, labels[rows], lse, o, logits)
-            sums.add(rows, logits, x[rows], weight)
+            sums.add(rows, logits, x[rows], weight, last=rows.stop == x.shape[0])
     return total
 
 
@@ -91,7 +117,7 @@ def _linear_cross_entropy(
     rows, w = as_rows(x).contiguous(), weight.contiguous()
     sums = _Sums(rows, w, want_x, want_weight)
     total = _chunked(rows, w, labels.reshape(-1).contiguous(), Options(ignore_index, label_smoothing, z_loss), sums)
-    return total, sums.x.view(x.shape) if want_x else sums.x, sums.weight.to(weight.dtype)
+    return total, sums.x.view(x.shape) if want_x else sums.x, sums.weight
 
 
 @_linear_cross_entropy.register_fake
