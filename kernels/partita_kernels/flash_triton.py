@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partita_kernels.jit import cdiv, kernel, power_of_2
+from partita_kernels.jit import backend, cdiv, kernel, power_of_2
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -19,7 +19,10 @@ Tensor = torch.Tensor
 
 LOG2E = 1.4426950408889634
 TILES = (128, 64)  # queries and keys of a forward tile, in two bytes an element
-TILES_BACK = (64, 64)
+TILES_BACK = (64, 64)  # of the gradient of queries
+TILES_KEYS = (32, 64)  # of the gradients of keys and values: twice as many sums
+# Warps of a program, so that its registers suffice. A warp of AMD's has twice as many threads.
+WARPS = {"cuda": {"forward": 8, "queries": 8, "keys": 8}, "hip": {"forward": 8, "queries": 4, "keys": 4}}
 WIDEST = 256  # head that a tile holds
 
 
@@ -227,14 +230,14 @@ def triton(
         bound = low.stride(0) if low.shape[0] > 1 else 0
         _forward[(cdiv(queries, constants["QUERIES"]), b * heads)](
             q, k, v, out, lse, low, high, scale * LOG2E, heads, heads // k.shape[1], queries, k.shape[2], size, bound,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], **constants, num_warps=8 if constants["QUERIES"] >= 128 else 4, num_stages=2,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], **constants, num_warps=WARPS[backend()]["forward"], num_stages=2,
         )  # fmt: skip
     return out, lse
 
 
 def triton_backward(
     dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, low: Tensor, high: Tensor, scale: float,
-    tiles: tuple[int, int] = TILES_BACK,
+    tiles: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As `reference_backward`."""
     if _fallback(q):
@@ -245,7 +248,7 @@ def triton_backward(
     b, heads, queries, size = q.shape
     groups, keys = k.shape[1], k.shape[2]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    constants = _constants(q, tiles, queries, keys)
+    constants = _constants(q, tiles or TILES_BACK, queries, keys)
     bound = low.stride(0) if low.shape[0] > 1 else 0
     shapes, strides = (queries, keys, size), [s for t in (dout, q, k, v) for s in t.stride()[:3]]
     delta = torch.empty_like(lse)
@@ -256,13 +259,14 @@ def triton_backward(
         )
         _backward_q[(cdiv(queries, own["QUERIES"]), b * heads)](
             dout, q, k, v, lse, delta, dq, low, high, scale * LOG2E, scale, heads, heads // groups, *shapes, bound, *strides, **constants,
-            num_warps=8, num_stages=2,
+            num_warps=WARPS[backend()]["queries"], num_stages=2,
         )  # fmt: skip
     if k.numel():
         begin, end = _turned(low, high, keys)
+        constants = _constants(q, tiles or TILES_KEYS, queries, keys)
         _backward_kv[(cdiv(keys, constants["KEYS"]), b * groups)](
             dout, q, k, v, lse, delta, dk, dv, low, high, begin, end, scale * LOG2E, scale, groups, heads // groups, *shapes, bound,
-            keys if bound else 0, *strides, **constants, num_warps=8, num_stages=2,
+            keys if bound else 0, *strides, **constants, num_warps=WARPS[backend()]["keys"], num_stages=2,
         )  # fmt: skip
     return dq, dk, dv
 

@@ -44,6 +44,14 @@ def language_type(dtype: Any) -> Any:
     return getattr(triton.language, str(dtype).removeprefix("torch."))
 
 
+def backend() -> str:
+    """What kernels are compiled for: cuda or hip; cuda under the interpreter, too."""
+    import triton
+    from triton.runtime import driver
+
+    return "cuda" if triton.knobs.runtime.interpret else str(driver.active.get_current_target().backend)
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)

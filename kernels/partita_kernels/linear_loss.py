@@ -139,6 +139,7 @@ def _linear_cross_entropy_fake(
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.wanted = inputs[-2:]
     ctx.mark_non_differentiable(output[1], output[2])
+    ctx.set_materialize_grads(False)  # else zeros as large as the weight come into being for an output without a gradient
     ctx.save_for_backward(output[1], output[2])
 
 
