@@ -249,6 +249,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "route, 8 of 256 in 8 groups": lambda: _route(256, routing.Choosing(8, routing.SIGMOID, 8, 4, 2.5)),
     "route, 2 of 64": lambda: _route(64, routing.Choosing(2, routing.GATES["softmax_chosen"])),
     "permute, 4096 wide": _permute,
+    "attention, heads of 64": lambda: _attention(64),
+    "attention, heads of 128": lambda: _attention(128),
+    "attention, heads of 256": lambda: _attention(256),
+    "attention, heads of 64, float32": lambda: _attention(64, F32),
     "grouped_matmul": lambda: _grouped(BF16),
     "grouped_matmul, float32": lambda: _grouped(F32),
 }

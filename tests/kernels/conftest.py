@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
 ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py", "test_moe.py", "test_attention.py"]
 WANTED = {
-    "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py"],
+    "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py", "test_tuning.py"],
     "interpreter": [*ANYWHERE, "test_sanitizer.py"],
     "compile": ["test_compile.py"],
     "device": [*ANYWHERE, "test_operations.py"],

@@ -195,6 +195,9 @@ class KernelsConfig:
     # where the reference models' norms, gated units, rotary positions and loss run kernels instead of torch's operations:
     # auto (on accelerators), always, never
     layers: str = AUTO
+    # tiles of matrix kernels on accelerators: default (the same for everyone), tuned (what was measured on such a device, where it was),
+    # tune (measure what hasn't been, and keep it on disk)
+    tiles: str = "default"
     # operation of partita_kernels -> name of the slot `kernel` that takes its place, e.g. +kernels.replace.glu=liger
     replace: dict[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ import partita_kernels
 from partita.errors import ConfigError, PartitaError, did_you_mean
 from partita.models import layers
 from partita.plan.problems import Problem
-from partita_kernels import dispatch
+from partita_kernels import dispatch, tuning
 
 Implementation = Callable[..., Any]
 
@@ -22,6 +22,9 @@ def check_kernels(config: Any, registry: Any) -> list[Problem]:
     if config.kernels.layers not in layers.WHEN:
         reason = f"{config.kernels.layers!r} says nothing."
         problems.append(Problem("kernels.layers", reason, f"Use one of {', '.join(layers.WHEN)}."))
+    if config.kernels.tiles not in tuning.MODES:
+        reason = f"{config.kernels.tiles!r} says nothing."
+        problems.append(Problem("kernels.tiles", reason, f"Use one of {', '.join(tuning.MODES)}."))
     for operation, name in config.kernels.replace.items():
         try:
             find(operation, name, registry)
@@ -34,6 +37,7 @@ def check_kernels(config: Any, registry: Any) -> list[Problem]:
 def use_kernels(config: Any, registry: Any) -> None:
     """Let this process use what the node asks for, and nothing that an earlier run asked for."""
     layers.choose(config.kernels.layers)
+    tuning.choose(config.kernels.tiles)
     for operation in dispatch.OPERATIONS.values():
         operation.replacement = None
     for name, implementation in config.kernels.replace.items():
