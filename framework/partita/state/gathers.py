@@ -21,7 +21,7 @@ from partita.state.units import Stages
 class Gathers:
     """The hooks on a model and its blocks.
 
-    root: unit of what is in no block; it stays whole from the first forward of an update to its end. prefetch: blocks gathered ahead.
+    root: unit of what is in no block; it stays whole from the first forward to the next change of weights. prefetch: blocks gathered ahead.
     limit: bytes of weights that are whole at once, at most; None: what `prefetch` makes of it. late: gathers that nobody had begun when they
     were needed.
     """
@@ -107,7 +107,7 @@ class Gathers:
             return
         self._looking.end()
         if not self._keep_all:
-            for unit in (*self.blocks, self.root):
+            for unit in self.blocks:
                 unit.free()
 
     def _before_forward(self, i: int) -> None:
