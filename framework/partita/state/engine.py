@@ -218,7 +218,7 @@ class StateEngine:
         """Backward of one micro-batch. `loss` (0-d) is this micro-batch's share of the global mean; `last`: of this update."""
         self._micro += 1
         reduces = last or (self.cuts_gradients and self._micro % self.plan.schedule.reduce_every == 0)
-        self.root.wait_gathered()  # an evaluation may have freed it since the forward
+        self.root.wait_gathered()  # whoever looked at whole weights has freed it since the forward
         due = dict.fromkeys(self.units, last) if reduces else {}
         with self.gathers.backward(last=last), self.backward_of(self.units, due):
             self.scaler.scale(loss).backward()
