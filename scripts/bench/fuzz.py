@@ -1,7 +1,7 @@
 """Damaged and made-up files for every reader: only clean errors, no hang, no code run.
 
 python scripts/bench/fuzz.py --seconds 600            # exit status 1 at the first uncaught error of each kind
-python scripts/bench/fuzz.py --seconds 30 checkpoint  # checkpoint, foreign, tokens, config, metrics
+python scripts/bench/fuzz.py --seconds 30 checkpoint  # checkpoint, memory, foreign, tokens, config, metrics
 
 Bytes are flipped, cut, repeated; numbers and texts of sealed documents are changed and sealed again, so that the reader behind the
 checksum is reached. A PartitaError, or a result, is right. Anything else is a defect: it is printed with the seed that makes it.
@@ -140,6 +140,50 @@ class Checkpoints:
         rng.choice(readers)()
 
 
+class Memory:
+    """Snapshots in memory, and what a neighbour sends."""
+
+    def __init__(self, folder: Path) -> None:
+        from partita.state.slices import StateSlice
+
+        self.folder, self.whole, self.slice = folder, folder.with_name("remembered"), StateSlice
+        made = self._open(self.whole)
+        for step in (1, 2):
+            state = torch.arange(12.0) + step
+            made.save(step, [StateSlice("model.a", (12,), state.dtype, 0, 12, state)], {"step": step}, {"rng": {"a": (1,)}})
+        made._settle()
+
+    def _open(self, folder: Path) -> Any:
+        from partita.plan.plan import Layout
+        from partita.runtime.mesh import Mesh
+        from partita.train.memory import MemorySnapshots
+
+        return MemorySnapshots(folder, Mesh(Layout(), 0, torch.device("cpu")))
+
+    def __call__(self, rng: random.Random) -> None:
+        from partita.train import storage
+        from partita.train.loading import load_slices
+
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.whole, self.folder, symlinks=True)
+        inside = next(self.folder.glob("step-*"))
+        for link in inside.glob("*.bin"):
+            kept = self.folder / Path(os.readlink(link)).name
+            link.unlink()
+            link.symlink_to(kept)
+        path = rng.choice([*inside.iterdir(), *self.folder.glob("*.memory")])
+        if path.suffix in (".json", ".part") and rng.random() < 0.8:
+            content = storage.read_sealed(path)
+            del content["sha256"]
+            twisted = twist(content, rng)
+            storage.write_sealed(path, twisted if isinstance(twisted, dict) else content)
+        else:
+            path.write_bytes(scramble(path.read_bytes(), rng))
+        found = self._open(self.folder).restore(lambda _index: {0}, rng.randrange(4))
+        if found is not None:
+            load_slices(found, [self.slice("model.a", (12,), torch.float32, 2, 9, torch.zeros(7))])
+
+
 class Foreign:
     """Files of torch.save, DeepSpeed folders, Hugging Face folders."""
 
@@ -269,7 +313,7 @@ class Metrics:
 
 
 READERS: dict[str, Callable[[Path], Callable[[random.Random], None]]] = {
-    "checkpoint": Checkpoints, "foreign": Foreign, "tokens": TokenFiles, "config": Configs, "metrics": Metrics,
+    "checkpoint": Checkpoints, "memory": Memory, "foreign": Foreign, "tokens": TokenFiles, "config": Configs, "metrics": Metrics,
 }  # fmt: skip
 
 

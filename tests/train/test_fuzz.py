@@ -12,5 +12,5 @@ import commands
 
 def test_damaged_files_cost_clean_errors_only() -> None:
     done = commands.script("bench/fuzz.py", "--seconds", "6", "--seed", "1", timeout=120)
-    for reader in ("checkpoint", "foreign", "tokens", "config", "metrics"):
+    for reader in ("checkpoint", "memory", "foreign", "tokens", "config", "metrics"):
         assert f"{reader} " in done.stdout

@@ -156,8 +156,8 @@ def read_index(path: Path) -> Index:
     content = read_sealed(path / INDEX)
     check_format(path, content)
     with readable(path / INDEX):
-        sizes = tuple(_natural(n) for n in content["sizes"])
-        step, world, attempt = _natural(content["step"]), _natural(content["world"]), content["attempt"]
+        sizes = tuple(natural(n) for n in content["sizes"])
+        step, world, attempt = natural(content["step"]), natural(content["world"]), content["attempt"]
         tensors = {key: _entry(path, key, e, sizes) for key, e in content["tensors"].items()}
         if world != len(sizes) or not isinstance(attempt, str):
             raise ValueError(f"{world} ranks, and the sizes of {len(sizes)} shards")
@@ -174,7 +174,8 @@ def readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is not as the format says: {type(error).__name__}: {error}; use another one") from error
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
+    """A count from a document. Raises ValueError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
@@ -183,8 +184,8 @@ def _natural(value: Any) -> int:
 def _entry(path: Path, key: str, entry: dict[str, Any], sizes: tuple[int, ...]) -> Entry:
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{path}: {key} has the dtype {entry['dtype']}, which torch {torch.__version__} does not know")
-    dtype, shape = DTYPES[entry["dtype"]], tuple(_natural(n) for n in entry["shape"])
-    rows = [[_natural(n) for n in row] for row in entry["parts"]]
+    dtype, shape = DTYPES[entry["dtype"]], tuple(natural(n) for n in entry["shape"])
+    rows = [[natural(n) for n in row] for row in entry["parts"]]
     for lo, hi, rank, offset in rows:
         if lo > hi or rank >= len(sizes) or offset % dtype.itemsize or offset + (hi - lo) * dtype.itemsize > sizes[rank]:
             raise ValueError(f"{key}: the part {[lo, hi, rank, offset]} lies outside of the shards")
@@ -239,7 +240,7 @@ def _info(path: Path) -> CheckpointInfo | None:
         content = read_sealed(path / SUMMARY)
         check_format(path, content)
         with readable(path):
-            counts = {k: _natural(content[k]) for k in ("step", "serial", "world", "bytes")}
+            counts = {k: natural(content[k]) for k in ("step", "serial", "world", "bytes")}
             score = content["score"]
             return CheckpointInfo(
                 path,

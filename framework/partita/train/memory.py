@@ -16,10 +16,8 @@ completed the newest.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
-import mmap
 import os
 import shutil
 import socket
@@ -36,7 +34,20 @@ from partita.errors import CheckpointError
 from partita.runtime.mesh import Mesh
 from partita.state.slices import StateSlice
 from partita.train.checkpoint import agree
-from partita.train.index import FORMAT, INDEX, VERSION, Index, merge, rank_name, read_index, shard_name, step_name
+from partita.train.index import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    Index,
+    merge,
+    natural,
+    rank_name,
+    read_index,
+    readable,
+    shard_name,
+    step_name,
+)
+from partita.train.mapped import map_file
 from partita.train.neighbour import Neighbour, Parcel, gathered
 from partita.train.shards import checksums, step_back
 from partita.train.snapshot import Snapshot, take_snapshot
@@ -44,7 +55,6 @@ from partita.train.storage import read_sealed, write_sealed
 
 log = logging.getLogger("partita")
 MOVE = 64 << 20  # bytes of a shard that travel at once when it is restored from another node
-FREE = 0.9  # share of the available memory that a snapshot may take
 
 
 class MemorySnapshots:
@@ -195,11 +205,13 @@ class MemorySnapshots:
         found: dict[str, dict[int, list[int]]] = {}
         for path in self.folder.glob("step-*") if self._leads() else ():
             for part in path.glob("*.part"):
-                with contextlib.suppress(CheckpointError, KeyError):
+                with contextlib.suppress(CheckpointError), readable(part):
                     content = read_sealed(part)
+                    about = [natural(content[key]) for key in ("step", "count", "world")]
                     rank = int(part.name[5:10])
-                    if (path / shard_name(rank)).exists() and (path / rank_name(rank)).exists():
-                        found.setdefault(path.name, {})[rank] = [content["step"], content["count"], content["world"]]
+                    read_sealed(path / rank_name(rank))
+                    if (path / shard_name(rank)).exists():
+                        found.setdefault(path.name, {})[rank] = about
         everyone = gathered(found, self.mesh.world)
         best, chosen = (at_least - 1, -1), ""
         for name in sorted({name for node in everyone for name in node}):
@@ -218,9 +230,12 @@ class MemorySnapshots:
         if not self._leads():
             return
         inside.mkdir(exist_ok=True)
-        parts = [json.loads(texts[rank][1]) for rank in sorted(texts)]
         for rank, (document, _) in texts.items():
             (inside / rank_name(rank)).write_text(document)
+        with readable(inside):
+            self._write_index(inside, [json.loads(texts[rank][1]) for rank in sorted(texts)])
+
+    def _write_index(self, inside: Path, parts: list[dict[str, Any]]) -> None:
         first = parts[0]
         head = {"format": FORMAT, "version": VERSION, "step": first["step"], "attempt": first["attempt"], "world": len(parts)}
         versions = {"partita": __version__, "torch": torch.__version__}
@@ -277,32 +292,6 @@ class MemorySnapshots:
         """The run is over: give the memory back."""
         if self._leads() and not self._slots:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def map_file(path: str, size: int) -> torch.Tensor:
-    """The file as a tensor of `size` bytes that is written by being changed; space is reserved. Raises OSError where there is none."""
-    if not size:
-        Path(path).touch()
-        return torch.empty(0, dtype=torch.uint8)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        there = os.fstat(handle).st_size
-        available = available_memory()
-        if available is not None and size - there > FREE * available:
-            raise OSError(errno.ENOMEM, f"{size - there:,} bytes are needed and {available:,} available")
-        os.ftruncate(handle, size)
-        os.posix_fallocate(handle, 0, size)  # a write to a file system in memory that is full would end the process
-        return torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
-    finally:
-        os.close(handle)
-
-
-def available_memory() -> int | None:
-    """Bytes of host memory that can still be had (Linux)."""
-    with contextlib.suppress(OSError, StopIteration):
-        row = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
-        return int(row.split()[1]) << 10
-    return None
 
 
 def _part_name(rank: int) -> str:

@@ -77,7 +77,7 @@ class Neighbour:
                 line.settimeout(TIMEOUT)
                 try:
                     self._take(line)
-                except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+                except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
                     log.warning("a copy of another rank's snapshot could not be taken: %s", error)
 
     def _take(self, line: socket.socket) -> None:
