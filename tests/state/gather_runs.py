@@ -75,12 +75,19 @@ def watched(engine: StateEngine) -> Iterator[dict[str, int]]:
 
 
 def wander(
-    rank: int, world: int, paths: Sequence[Path], micro_batches: int, prefetch: int, limit: int | None, looks: bool
+    rank: int,
+    world: int,
+    paths: Sequence[Path],
+    micro_batches: int,
+    prefetch: int,
+    limit: int | None,
+    looks: bool,
+    placement: str = "parameters",
 ) -> Any:
     """Updates along `paths`, with an evaluation in between where it `looks`; of each (gathers, late ones, peak), and at the end the weights,
     and the order of reductions."""
     plan = replace(
-        make_plan(world, "parameters", micro_batches=micro_batches), extensions={"prefetch": prefetch, "max_gathered": limit}
+        make_plan(world, placement, micro_batches=micro_batches), extensions={"prefetch": prefetch, "max_gathered": limit}
     )
     config = sgd()
     engine = StateEngine(Wanderer(), plan, Mesh(plan.layout, rank, torch.device("cpu")), config, make_sgd(config))

@@ -28,7 +28,10 @@ def test_gathers_follow_what_the_model_does() -> None:
     cases = [([path] * 3, 2, prefetch, None, False) for path, prefetch in steady]
     cases += [(drops, 2, 1, None, True), (drops, 1, 2, ROOT + BLOCK, True), ([TWICE] * 3, 2, 0, None, False)]
     cases += [([BACK] * 3, 2, 3, ROOT + 2 * BLOCK, False)]
-    got = run_ranks(2, gather_runs.all_cases, cases, timeout=60)
+    stays = ([STRAIGHT] * 3, 2, 1, None, False, "gradients")
+    got = run_ranks(2, gather_runs.all_cases, [*cases, stays], timeout=60)
+    for found, _, _ in [rank.pop() for rank in got]:
+        assert [late for _, late, _ in found] == [0, 0, 0], "weights that stay whole are gathered ahead too, after each update"
     for number, (paths, micro, prefetch, limit, _) in enumerate(cases):
         weights = gather_runs.by_hand(paths, micro, 2)
         for rank in range(2):

@@ -150,10 +150,10 @@ class Gathers:
         unit.wait_gathered()
 
     def _fits(self, unit: Unit) -> bool:
-        """Whether the bounds hold when `unit` is whole too."""
-        if unit.whole:
+        """Whether the bounds hold when `unit` is whole too. Weights that are never freed don't count."""
+        if unit.whole or not unit.bytes:
             return True
-        whole = [other for other in self.blocks if other.whole]
+        whole = [other for other in self.blocks if other.bytes and other.whole]
         if len(whole) > self.prefetch:
             return False
         return self.limit is None or sum(u.bytes for u in (self.root, unit, *whole)) <= self.limit
