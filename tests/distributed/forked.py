@@ -160,10 +160,15 @@ def _serve(line: Connection, can_fork: bool) -> dict[str, object] | None:
                 return None
             if can_fork and Path(request["command"][0]).name in PLANNING and not request["fresh"]:
                 _make_a_plan()
+            seen, ready_made = os.pipe()
             pid = os.fork()
             if pid == 0:
+                os.close(seen)
                 line.close()
-                return dict(request)
+                return {**request, "made": ready_made}
+            os.close(ready_made)
+            os.read(seen, 1)  # ends when the process has its group and its files
+            os.close(seen)
             running += 1
             line.send_bytes(json.dumps(["started", pid, 0]).encode())
         with contextlib.suppress(ChildProcessError):
@@ -185,6 +190,7 @@ def _become(request: dict[str, object], fork: bool) -> None:
         os.dup2(handle, target)
         os.close(handle)
     os.chdir(str(request["cwd"]))
+    os.close(request["made"])  # type: ignore[arg-type]
     env: dict[str, str] = request["env"]  # type: ignore[assignment]
     command: list[str] = request["command"]  # type: ignore[assignment]
     if not fork or request["fresh"] or command[0].startswith("-"):

@@ -267,7 +267,7 @@ TINY = [
 @pytest.mark.parametrize("end", ["kill", "stop"])
 def test_a_whole_run_asks_nothing_and_leaves_no_process(tmp_path: Path, end: str) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, f"data.cache={tmp_path / 'cache'}"]
+    command = [str(ROOT / "scripts" / "train.py"), f"run.dir={folder}", *TINY, f"data.cache={tmp_path / 'cache'}"]
     program = Program(command, folder, environment(NETRC=str(tmp_path / "netrc")))
     try:
         program.until(lambda: "W&B run" in program.out, 90)

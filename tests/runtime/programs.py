@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import forked
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+import forked
 
 ROOT = Path(__file__).parents[2]
 TOYS = Path(__file__).parent / "toys.py"
