@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 
 LOG2E = 1.4426950408889634
 TILES = (128, 64)  # queries and keys of a forward tile, in two bytes an element
+TILES_WIDE = (64, 32)  # the same for float32, which goes without matrix units
 TILES_BACK = (64, 64)  # of the gradient of queries
 TILES_KEYS = (32, 64)  # of the gradients of keys and values: twice as many sums
 # Warps of a program, so that its registers suffice. A warp of AMD's has twice as many threads.
@@ -215,7 +216,7 @@ def _fallback(q: Tensor) -> bool:
 
 
 def triton(
-    q: Tensor, k: Tensor, v: Tensor, low: Tensor, high: Tensor, scale: float, tiles: tuple[int, int] = TILES
+    q: Tensor, k: Tensor, v: Tensor, low: Tensor, high: Tensor, scale: float, tiles: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `reference`."""
     if _fallback(q):
@@ -226,7 +227,7 @@ def triton(
     b, heads, queries, size = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
     if out.numel():
-        constants = _constants(q, tiles, queries, k.shape[2])
+        constants = _constants(q, tiles or (TILES if q.element_size() == 2 else TILES_WIDE), queries, k.shape[2])
         bound = low.stride(0) if low.shape[0] > 1 else 0
         _forward[(cdiv(queries, constants["QUERIES"]), b * heads)](
             q, k, v, out, lse, low, high, scale * LOG2E, heads, heads // k.shape[1], queries, k.shape[2], size, bound,
