@@ -156,7 +156,7 @@ class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
         for block in self.blocks:
             block[0].requires_grad_(False)
 
@@ -167,12 +167,14 @@ class Frozen(nn.Module):
 
 
 def frozen_norms(rank: int, world: int) -> Any:
-    """Gradients under stage 3 with recompute, those of a plain backward, and bytes that the last block still holds whole after the update."""
+    """Gradients under stage 3 with recompute, those of a plain backward, and how many blocks are whole after the update."""
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
     plain = Frozen()
     plain(x).square().mean().backward()
-    session = partita.prepare(Frozen(), ["zero.stage=3", "recompute=full", "optimizer.name=sgd", "optimizer.lr=0.1"])
+    session = partita.prepare(
+        Frozen(), ["zero.stage=3", "recompute=full", "optimizer.name=sgd", "optimizer.lr=0.1", "train.grad_clip=0"]
+    )
     session.step(x.chunk(world)[rank], lambda model, part: model(part).square().mean())
     names = [n for n, p in plain.named_parameters() if p.requires_grad]
-    whole = sum(b.full.untyped_storage().size() for b in session.engine.blocks[-1].buckets)
+    whole = sum(any(b.full.untyped_storage().size() for b in unit.buckets) for unit in session.engine.blocks)
     return {n: session.gradient(n) for n in names}, {n: plain.get_parameter(n).grad for n in names}, whole

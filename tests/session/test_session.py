@@ -51,7 +51,7 @@ def test_a_weighted_loss_counts_items_not_ranks(stage: int) -> None:
 def test_frozen_norms_are_there_when_a_block_is_recomputed_and_go_again() -> None:
     for ours, plain, whole in run_ranks(2, sessions.frozen_norms):
         close(ours, plain)
-        assert whole == 0
+        assert whole <= 2  # the next one to be used, and one ahead
 
 
 def test_two_sessions_interleaved_are_as_two_alone() -> None:

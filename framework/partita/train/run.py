@@ -21,7 +21,7 @@ from partita.plugin.registry import Registry
 from partita.runtime import phase
 from partita.runtime.collectives import CollectiveContext
 from partita.runtime.device import Device
-from partita.runtime.memory import keep_freed_memory
+from partita.runtime.memory import keep_freed_memory, return_freed_memory
 from partita.runtime.mesh import Mesh
 from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
@@ -130,7 +130,7 @@ def _open(spec: RunSpec) -> Run:
     config = from_plain(spec.config, root_type(registry))
     device = Device.current()
     if device.kind == "cpu":
-        keep_freed_memory()
+        return_freed_memory()
     rank = dist.get_rank() if dist.is_initialized() else 0
     mesh = Mesh(spec.plan.layout, rank, device.torch_device)
     return Run(spec, config, spec.plan, registry, device, mesh, StopFlag.installed(), spec.job.dir, spec.job.name)
@@ -153,6 +153,8 @@ def _build(run: Run) -> None:
     tiers = make_tiers(run)
     run.engine = StateEngine(model, run.plan, run.mesh, config.optimizer, rule, collectives, tiers, others)
     run.engine.materialize(weight_source(model, config.seed))
+    if run.device.kind == "cpu":
+        keep_freed_memory()
     objective = getattr(model, "partita_loss", "causal")
     run.step_context = _step_context(
         run, registry.provide("loss", objective if config.train.loss == "auto" else config.train.loss)
