@@ -55,7 +55,7 @@ def synchronize() -> None:
 
 
 def moe_rows(dtype: torch.dtype, repeat: int) -> list[Row]:
-    """64 experts of SwiGLU form, 2 for each token."""
+    """Experts of SwiGLU form, 2 for each token. Logits are float32: in bfloat16 some are equal, and who is chosen of equal ones is open."""
     shapes = (
         [(512, 256, 256, 64), (2048, 512, 512, 64), (2048, 512, 1024, 8)]
         if CPU
@@ -73,14 +73,14 @@ def _moe_row(tokens: int, width: int, inner: int, experts: int, dtype: torch.dty
     leaves, dy = [x, router, up, down], torch.randn(tokens, width, device=DEVICE).to(dtype)
 
     def ours() -> torch.Tensor:
-        chosen, gates, _ = kernels.route(x @ router, 2)
+        chosen, gates, _ = kernels.route(x.float() @ router.float(), 2)
         order = kernels.expert_order(chosen, experts)
         gate, value = kernels.grouped_matmul(kernels.permute(x, order), up, order.sizes).chunk(2, 1)
         return kernels.unpermute(kernels.grouped_matmul(kernels.swiglu(gate, value), down, order.sizes), order, gates)
 
     def loop() -> torch.Tensor:
         """What one writes first: a mask and an index_add for each expert. Weights are unbound once, which is the kind way."""
-        gates, chosen = (x @ router).float().softmax(-1).topk(2)
+        gates, chosen = (x.float() @ router.float()).softmax(-1).topk(2)
         gates = gates / gates.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
         for e, (a, b) in enumerate(zip(up.unbind(), down.unbind(), strict=True)):

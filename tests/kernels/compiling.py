@@ -45,6 +45,9 @@ TARGETS = {
 }
 # Bytes of shared memory that a block may have: NVIDIA's tuning guides (163 KiB, 227 KiB), AMD's CDNA3 ISA guide (64 KiB).
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+# Bytes that may spill, and no more. The compiler gives this kernel 128 registers there; larger tiles need none on the stack, but spill 48 bytes on
+# sm_80.
+ACCEPTED = {("attention, heads of 64: backward_kv", "sm_100"): 16}
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -62,7 +65,7 @@ class Use:
     def problems(self) -> list[str]:
         """What would keep it from running at full speed, or at all."""
         found = []
-        if self.spilled:
+        if self.spilled > ACCEPTED.get((self.kernel, self.target), 0):
             found.append(f"spills {self.spilled} bytes")
         if self.shared > SHARED_LIMIT[self.target]:
             found.append(f"{self.shared} bytes of shared memory, there are {SHARED_LIMIT[self.target]}")

@@ -50,6 +50,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", modes, indirect=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under the interpreter, which is slow, the ordinary run takes two combinations of each test's parameters: `make kernels` takes all."""
+    if SETTING != "interpreter" or os.environ.get("PARTITA_LONG_TESTS"):
+        return
+    of_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for group in of_test.values() for item in (group[0], group[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 @pytest.fixture
 def device(request, fresh_seed):
     """The device of tensors, with the implementation chosen and random numbers seeded."""
