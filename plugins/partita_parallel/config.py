@@ -19,8 +19,8 @@ class ParallelConfig:
     context: int | str = 1
     # ranks that share each matrix (Shoeybi et al. 2019, section 3); inside a node where possible
     tensor: int | str = 1
-    # cut activations between matrices by tokens, too (Korthikanti et al. 2022, section 4.2.2)
-    sequence_parallel: bool = False
+    # cut activations between matrices by tokens, too (Korthikanti et al. 2022, section 4.2.2); auto: the planner's choice
+    sequence_parallel: bool | str = False
     # a head of keys and values may be shared by several tensor ranks, where there are fewer heads than ranks
     replicate_kv: bool = False
     # tensor parallel styles (partita.plan.styles) of modules by path, "blocks.*.mlp.up=colwise"; they go before the model's own

@@ -24,9 +24,9 @@ def cut_options(draft: PlanDraft, layout: Layout) -> dict[str, Any]:
     config, found = draft.config.parallel, {}
     if layout.tensor > 1:
         styles = (*read_styles(config.styles), *model_styles(draft.model.module))
-        found = {"styles": styles, "sequence_parallel": config.sequence_parallel, "spread_kv": config.replicate_kv}
+        found = {"styles": styles, "sequence_parallel": _by_tokens(draft), "spread_kv": config.replicate_kv}
     for key, idle in (("sequence_parallel", False), ("replicate_kv", False), ("styles", [])):
-        if getattr(config, key) != idle and layout.tensor == 1:
+        if getattr(config, key) not in (idle, "auto") and layout.tensor == 1:
             draft.effect(f"parallel.{key}", getattr(config, key), idle, "parallel.tensor is 1")
     if config.context_method not in METHODS:
         remedy = did_you_mean(config.context_method, METHODS).capitalize()
@@ -34,6 +34,14 @@ def cut_options(draft: PlanDraft, layout: Layout) -> dict[str, Any]:
     elif layout.context > 1:
         found["context_method"] = config.context_method
     return found
+
+
+def _by_tokens(draft: PlanDraft) -> bool:
+    """parallel.sequence_parallel as true or false; `auto` has been filled in by the planner where there was a choice."""
+    asked = draft.config.parallel.sequence_parallel
+    if isinstance(asked, str) and asked != "auto":
+        draft.problem(Problem("parallel.sequence_parallel", f"{asked!r} is no choice.", "Use true, false or auto."))
+    return asked is True
 
 
 def check_cuts(layout: Layout, draft: PlanDraft) -> list[Problem]:

@@ -152,6 +152,11 @@ def read_degrees(config: Any, zero: Any, global_batch: int | str, experts: int =
     return Degrees(asked, hint, global_batch, problems, experts)
 
 
+def expert_count(model: Any) -> int:
+    """Experts of a layer; 0 where there are none. model: a ModelSpec."""
+    return max((p.shape[0] for p in model.parameters if p.experts), default=0)
+
+
 def as_count(key: str, value: int | str, problems: list[Problem]) -> int | None:
     """A positive int, or None for `auto`. Anything else adds a problem and counts as auto."""
     if value == "auto":

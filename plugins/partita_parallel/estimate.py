@@ -57,7 +57,7 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
                 layout,
                 ("pipeline",),
                 "activations between stages",
-                unit_input / layout.tensor,
+                unit_input / (layout.tensor if layout.sequence_parallel else 1),  # else each tensor rank sends all of it
                 "send",
                 times=2 * schedule.micro_batches * max(1, (len(layout.stage_cuts) + 1) // layout.pipeline),
                 repeated=True,

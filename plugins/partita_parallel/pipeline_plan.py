@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -115,24 +114,8 @@ def with_course(draft: PlanDraft, schedule: Schedule, layout: Layout) -> Schedul
         remedy = "Change parallel.microbatches (or train.micro_batch), or use parallel.schedule=1f1b, which takes any number."
         draft.problem(Problem("parallel.microbatches", reason, remedy))
         return schedule
-    in_flight, bubble = steady_course(schedule.name, layout.pipeline, each, schedule.micro_batches)
-    return replace(schedule, in_flight=in_flight, bubble=bubble)
-
-
-STEADY = 4  # micro-batches for each rank after which more of them repeat what went before
-
-
-@cache
-def steady_course(name: str, ranks: int, each: int, micro_batches: int) -> tuple[tuple[int, ...], float]:
-    """(micro-batches on their way by stage, bubble). Past its filling a schedule repeats itself: how long ranks wait stays the same, and
-    so does what is on its way, but for gpipe, which keeps all."""
-    few = STEADY * ranks
-    if micro_batches <= few or legal_micro_batches(name, ranks, each, few):
-        course = course_of(name, ranks, each, micro_batches)
-        return course.in_flight, course.bubble
-    course = course_of(name, ranks, each, few)
-    kept = tuple(micro_batches for _ in course.in_flight) if name == "gpipe" else course.in_flight
-    return kept, course.bubble * few / micro_batches
+    course = course_of(schedule.name, layout.pipeline, each, schedule.micro_batches)
+    return replace(schedule, in_flight=course.in_flight, bubble=course.bubble)
 
 
 def check_pipeline(plan: Plan, draft: PlanDraft) -> list[Problem]:

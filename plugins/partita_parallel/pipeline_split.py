@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from partita.errors import PartitaError
+from partita.plan.activations import Alike
 from partita.plan.model_spec import inspect_model
 from partita.plan.plan import Layout, Plan
-from partita.plan.stages import Anatomy, hidden_tensor, holders, last_stage, meta_inputs, stage_units, stages_of, study
+from partita.plan.stages import Anatomy, Holders, hidden_tensor, last_stage, meta_inputs, stage_units, stages_of, study
 from partita.state.layout import dtype_of
 from partita.state.units import Stages, bind_parameters, find_units
 
@@ -129,7 +130,7 @@ def _try(model: nn.Module, cut: Cut, layout: Layout, inputs: dict[str, torch.Ten
     last = last_stage(layout)
     for number in sorted({0, min(1, last), last}):
         try:
-            with torch.no_grad():
+            with torch.no_grad(), Alike(model, list(cut.blocks[number]), run=1):
                 x = make_stage(model, cut, layout, number, torch.float32)(x, inputs)
         except Exception as error:  # any model may fail in its own way
             reason = f"stage {number} does not run on its own: {type(error).__name__}: {str(error).splitlines()[:1]}"
@@ -139,8 +140,9 @@ def _try(model: nn.Module, cut: Cut, layout: Layout, inputs: dict[str, torch.Ten
 
 def copies_problem(model: Any, layout: Layout, blocks: Sequence[Sequence[str]], anatomy: Anatomy) -> str:
     """Why tied parameters stand in the way, if they do. model: anything with `.parameters` of name and aliases."""
+    holders = Holders(layout, blocks, anatomy)
     for p in model.parameters:
-        ranks = holders((p.name, *p.aliases), layout, blocks, anatomy)
+        ranks = holders((p.name, *p.aliases))
         if len(ranks) > 2:
             return f"{p.name} is tied over {len(ranks)} ranks of the pipeline, and a copy can be on two"
     return ""
@@ -197,7 +199,8 @@ def split(model: nn.Module, plan: Plan, rank: int) -> nn.Module:
     if reason:
         raise PartitaError(f"{type(model).__name__} can't be cut into stages: {reason}")
     bindings = bind_parameters(model)
-    where = {b.name: holders((b.name, *b.aliases), layout, blocks, anatomy) for b in bindings}
+    holders = Holders(layout, blocks, anatomy)
+    where = {b.name: holders((b.name, *b.aliases)) for b in bindings}
     stages = stages_of(layout, rank)
     names = {alias: b.name for b in bindings for alias in b.aliases}
     shared = {name: ranks for name, ranks in where.items() if len(ranks) > 1 and rank in ranks}

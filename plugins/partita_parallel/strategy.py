@@ -14,7 +14,7 @@ from partita.plugin.types import ConfigContribution
 from partita_parallel.batch import solve_batch, whole_batch
 from partita_parallel.config import ParallelConfig
 from partita_parallel.cutting import check_cuts, cut_options
-from partita_parallel.degrees import as_count, read_degrees
+from partita_parallel.degrees import as_count, expert_count, read_degrees
 from partita_parallel.pipeline_plan import check_pipeline, schedule_name, with_course, with_stages
 
 OTHERS = ("default", "auto")
@@ -30,8 +30,7 @@ def partita_config() -> ConfigContribution:
 def partita_decide(draft: PlanDraft) -> None:
     """Degrees, stage cuts and the way a global batch is worked through."""
     config, train = draft.config.parallel, draft.config.train
-    experts = max((p.shape[0] for p in draft.model.parameters if p.experts), default=0)
-    degrees = read_degrees(config, getattr(draft.config, "zero", None), train.global_batch, experts)
+    degrees = read_degrees(config, getattr(draft.config, "zero", None), train.global_batch, expert_count(draft.model))
     layout = degrees.solve(draft.cluster)
     name = schedule_name(draft, layout.pipeline)
     layout = replace(with_stages(draft, layout, name), **cut_options(draft, layout))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partita.plan.draft import PlanDraft
-from partita.plan.memory import activation_bytes, trace, words
+from partita.plan.kept import activation_bytes, trace
+from partita.plan.memory import words
 from partita.plan.plan import Activations
 from partita.plan.problems import Problem
 

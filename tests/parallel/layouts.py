@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,8 @@ TINY = (
     "train.save_at_end=false", "lr_schedule=constant",
 )  # fmt: skip
 
+STEPS = 20 if "PARTITA_LONG_TESTS" in os.environ else 6  # updates that are compared; scripts/bench/layouts.py compares 20
+
 
 def planned(*overrides: str) -> tuple[Planned, Any, Any]:
     """(plan, config, job) of a tiny run."""
@@ -36,12 +39,12 @@ def spec_of(folder: Path, *overrides: str) -> RunSpec:
     return RunSpec(to_plain(config), plan.plan, job, plan.plan.layout.world)
 
 
-def train(folder: Path, *overrides: str, steps: int = 20, **more: Any) -> Any:
+def train(folder: Path, *overrides: str, steps: int = STEPS, **more: Any) -> Any:
     """What `stepped` returns on rank 0."""
     return all_ranks(folder, *overrides, steps=steps, **more)[0]
 
 
-def all_ranks(folder: Path, *overrides: str, steps: int = 20, **more: Any) -> list[Any]:
+def all_ranks(folder: Path, *overrides: str, steps: int = STEPS, **more: Any) -> list[Any]:
     """What `stepped` returns on each rank."""
     spec = spec_of(folder, *overrides)
     return run_ranks(spec.ranks, stepped, spec, steps, more, timeout=150)
@@ -80,9 +83,7 @@ def stepped(rank: int, world: int, spec: RunSpec, steps: int, more: dict[str, An
             out |= {"peak": tracker.peak, "held": run.engine.allocated()}
         return out
     finally:
-        run.data.close()
-        run.checkpoints.close()
-        run.metrics.close()
+        run.close()
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -102,7 +103,7 @@ def _tracker(run: Any, before: list[torch.Tensor]) -> Any:
 
 
 @lru_cache(maxsize=32)
-def reference(*overrides: str, steps: int = 20) -> Any:
+def reference(*overrides: str, steps: int = STEPS) -> Any:
     """The same run on one rank, kept for all layouts that are compared with it."""
     import tempfile
 

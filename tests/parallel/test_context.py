@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
+import against_dense
 import pytest
 import torch
-from layouts import assert_same, planned, reference, train
+from attention_runs import attention_parts
+from layouts import assert_same, planned, reference, spec_of, train
+from packed import packed
 from pool import run_ranks
-from torch import nn
 
-from partita.models.common import attend, document_mask
-from partita.plan.plan import Layout
-from partita.runtime.mesh import Mesh
 from partita_parallel import blocks
-from partita_parallel.context import AXIS, spread_attention
 
 SGD = ("optimizer=sgd", "optimizer.lr=0.05", "train.grad_clip=0")
 
 
-class _Attention(nn.Module):
-    """As far as `spread_attention` looks for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend, self.mask = attend, document_mask
-
-
-def attention_parts(
-    rank: int, world: int, method: str, kv_heads: int, tokens: int, packed: bool, causal: bool, dtype: str
-) -> float:
-    """Largest difference, over this rank's tokens, of outputs and gradients from those of whole attention in float32."""
-    torch.set_num_threads(1)
-    g = torch.Generator().manual_seed(3)
-    q, dout = (torch.randn(2, 4, tokens, 8, generator=g) for _ in range(2))
-    k, v = (torch.randn(2, kv_heads, tokens, 8, generator=g) for _ in range(2))
-    documents = torch.randint(2, (2, tokens), generator=g).cumsum(1) // 3 if packed else None
-    whole = [t.clone().requires_grad_() for t in (q, k, v)]
-    expected = attend(*whole, document_mask(documents, causal), causal)
-    expected.backward(dout)
-    mesh = Mesh(Layout(context=world), rank, torch.device("cpu"))
-    module = _Attention()
-    columns = spread_attention(module, method, tokens, mesh.group(AXIS)).columns
-    mine = [t[:, :, columns].to(getattr(torch, dtype)).requires_grad_() for t in (q, k, v)]
-    mask = module.mask(documents[:, columns] if documents is not None else None, causal)
-    got = module.attend(*mine, mask, causal)
-    got.backward(dout[:, :, columns].to(got.dtype))
-    pairs = [(got, expected), *zip((t.grad for t in mine), (t.grad for t in whole), strict=True)]
-    return max(float((a.float() - b[:, :, columns]).abs().max()) for a, b in pairs)
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
-@pytest.mark.parametrize("packed", [False, True], ids=["one", "packed"])
 @pytest.mark.parametrize(
     ("method", "world", "kv_heads"), [("ring", 2, 4), ("ring", 3, 1), ("ring", 4, 2), ("ulysses", 2, 2), ("ulysses", 2, 1)]
 )
-def test_attention_sees_the_tokens_of_all_ranks(method, world, kv_heads, packed, causal):
-    tokens = 12 * world
-    assert max(run_ranks(world, attention_parts, method, kv_heads, tokens, packed, causal, "float32")) < 2e-6
+def test_attention_sees_the_tokens_of_all_ranks(method, world, kv_heads):
+    """One document and packed ones, causal and both ways."""
+    kinds = list(product((False, True), (False, True)))
+    calls = [(method, kv_heads, 12 * world, packs, causal, "float32") for packs, causal in kinds]
+    for kind, worst in zip(kinds, zip(*run_ranks(world, packed, attention_parts, calls), strict=True), strict=True):
+        assert max(worst) < 2e-6, kind
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_attention_in_bfloat16(method):
-    assert max(run_ranks(2, attention_parts, method, 2, 24, True, True, "bfloat16")) < 0.1
+def test_attention_in_bfloat16():
+    calls = [(method, 2, 24, True, True, "bfloat16") for method in ("ring", "ulysses")]
+    assert max(max(rank) for rank in run_ranks(2, packed, attention_parts, calls)) < 0.1
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -111,6 +80,21 @@ PACKED = ("data=stdlib", "data.pack=true", "data.limit=30000", "data.sequence=24
 )  # fmt: skip
 def test_losses_and_norms_are_those_of_one_rank(tmp_path, model, layout):
     assert_same(train(tmp_path, *SGD, *model, *layout, evaluate=True), reference(*SGD, *model))
+
+
+def test_ranks_with_few_tokens_weigh_by_their_tokens(tmp_path):
+    """NVIDIA/Megatron-LM#906 (loss times the context degree), PrimeIntellect-ai/prime-rl PR#1957 (a mean of the ranks' means): of four
+    samples 16, 9, 5 and 1 tokens count."""
+    layouts = {
+        "data 4": ("parallel.data=4",),
+        "data 2 x ring 2": ("parallel=context", "parallel.data=2"),
+        "data 2 x ulysses 2 zero3": ("parallel=ulysses", "parallel.data=2", "+strategy=zero3"),
+        "ring 4": ("parallel=context", "parallel.context=4", "parallel.data=1", "train.micro_batch=2"),
+    }
+    same = ("model.dropout=0", "model.vocab=301", "train.global_batch=4")
+    calls = [(spec_of(tmp_path / name, *same, *layout), (16, 9, 5, 1)) for name, layout in layouts.items()]
+    found = zip(*run_ranks(4, packed, against_dense.compare, calls, timeout=120), strict=True)
+    assert {name: wrong for name, wrong in zip(layouts, found, strict=True) if any(wrong)} == {}
 
 
 def refusals(*overrides: str) -> Any:

@@ -37,7 +37,7 @@ def test_units_that_are_alike_are_traced_as_if_each_were_run(plan_of, monkeypatc
     module = plan_of(model__layers=5).model.module
     names = [f"blocks.{i}" for i in range(5)]
     few = activations.trace_activations(module, names, "root", (2, 16), torch.bfloat16)
-    monkeypatch.setattr(activations, "_Stand", lambda *_: _Nobody())
+    monkeypatch.setattr(activations, "Alike", lambda *_: _Nobody())
     assert activations.trace_activations(module, names, "root", (2, 16), torch.bfloat16) == few
     assert few.units["blocks.4"].kept > 0
 

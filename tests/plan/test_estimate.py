@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from partita.plan.devices import HOP_INTER
-from partita.plan.memory import activation_bytes, layout_bytes, state_bytes, state_layouts
+from partita.plan.kept import activation_bytes
+from partita.plan.memory import layout_bytes, state_bytes, state_layouts
 from partita.plan.rates import MATMUL_SHARE
 
 

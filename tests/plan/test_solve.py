@@ -80,6 +80,26 @@ def test_keys_that_are_written_out_stay(able, pins):
     assert {key: seen[key] for key in pins} == pins
 
 
+def test_what_lies_between_matrices_is_cut_where_that_helps_and_can_be(able):
+    """Less is kept and less crosses memory; a model that doesn't say that its tokens can be cut keeps them whole."""
+    asked = {**NODE, "parallel__tensor": 4, "parallel__sequence_parallel": "auto"}
+    for model, expected in (("llama", True), ("gpt", False)):  # `gpt` is the toy here
+        planned = able(**asked, model__name=model)
+        planned.raise_problems()
+        assert planned.plan.layout.sequence_parallel is expected
+        line = next(x for x in planned.manifest if x.key == "parallel.sequence_parallel")
+        assert line.asked == "auto" and line.got is expected
+
+
+def test_stages_of_a_rank_are_chosen_where_the_schedule_leaves_them_open(able, monkeypatch):
+    monkeypatch.setitem(CAPABILITIES, "schedules", frozenset({"none", "1f1b", "interleaved"}))
+    asked = {**NODE, "model__layers": 8, "parallel__pipeline": 2, "parallel__tensor": "auto", "parallel__schedule": "interleaved"}
+    planned = able(**asked, train__global_batch=16, train__micro_batch=1)
+    planned.raise_problems()
+    assert planned.config.parallel.stages_per_rank in (2, 4)
+    assert len(planned.plan.layout.stage_ranks) == 2 * planned.config.parallel.stages_per_rank
+
+
 LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="takes a minute: PARTITA_LONG_TESTS=1 runs it")
 
 

@@ -24,6 +24,7 @@ DENSE = {
     "zero3 x tensor": ("+strategy=zero3", "parallel=tensor", "parallel.tensor=2", "parallel.data=2"),
     "context 2": ("parallel=context", "parallel.context=2", "parallel.data=1"),
     "pipeline 2": ("parallel=pipeline", "parallel.pipeline=2", "parallel.data=1"),
+    "pipeline x zero3 x2": ("+strategy=zero3", "parallel.pipeline=2", "parallel.data=2", "train.micro_batch=1"),
     "zero2 host": ("+strategy=zero2_offload", "parallel.data=2"),
     "zero3 host": ("+strategy=zero3_offload", "parallel.data=2"),
 }
@@ -82,12 +83,12 @@ def play(rank: int, world: int, spec: Any, again: str, steps: int, keep_at: int)
     return losses
 
 
-def write(overrides: tuple[str, ...], folder: Path) -> list[float] | str:
-    """A checkpoint after BEFORE updates in folder/checkpoints; returns the losses of the AFTER next ones, or why there is none."""
+def write(overrides: tuple[str, ...], folder: Path, after: int = AFTER) -> list[float] | str:
+    """A checkpoint after BEFORE updates in folder/checkpoints; returns the losses of the `after` next ones, or why there is none."""
     spec = spec_of(overrides, folder, "never")
     if isinstance(spec, str):
         return spec
-    losses: list[float] = run_ranks(spec.ranks, play, spec, "", BEFORE + AFTER, BEFORE)[0]
+    losses: list[float] = run_ranks(spec.ranks, play, spec, "", BEFORE + after, BEFORE)[0]
     return losses[BEFORE:]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("parallel", "distributed")]
 
-import commands
+from layouts import reference, train
 
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "zero": {
@@ -35,14 +35,8 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "moe": {"dense": (), "moe": ("moe=deepseek", "moe.experts=4")},
     "compression": {"native": (), "int8": ("compression=int8",)},
 }
-MODEL = (
-    "model.dropout=0.1",
-    "train.steps=4",
-    "optimizer=sgd",
-    "optimizer.lr=0.2",
-    "train.grad_clip=0",
-    "train.save_at_end=false",
-)
+STEPS = 4
+MODEL = ("model.heads=2", "optimizer=sgd", "optimizer.lr=0.2", "train.grad_clip=0")
 
 
 def pairwise_cases(seed: int = 1) -> list[dict[str, str]]:
@@ -65,22 +59,6 @@ def pairs(case: dict[str, str]) -> set[frozenset[tuple[str, str]]]:
     return {frozenset(p) for p in itertools.combinations(case.items(), 2)}
 
 
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory):
-    """Losses and norms of one plain rank for a precision and a model, computed once."""
-    known: dict[tuple[str, str], Path] = {}
-
-    def of(case: dict[str, str]) -> Path:
-        key = (case["precision"], case["moe"])
-        if key not in known:
-            known[key] = tmp_path_factory.mktemp("matrix") / "run"
-            overrides = (*CHOICES["precision"][key[0]], *CHOICES["moe"][key[1]])
-            commands.train(known[key], "parallel.data=1", *overrides, *MODEL)
-        return known[key]
-
-    return of
-
-
 def bound(case: dict[str, str]) -> float:
     """float32 agrees to rounding; bfloat16 and int8 messages round on the way."""
     if case["precision"] == "bf16":
@@ -95,11 +73,10 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_composition(case: dict[str, str], reference, tmp_path: Path) -> None:
+def test_composition(case: dict[str, str], tmp_path: Path) -> None:
     expert = ("parallel.expert=2",) if case["moe"] == "moe" else ()
     overrides = [o for group, choice in case.items() for o in CHOICES[group][choice]]
-    commands.train(tmp_path / "run", *overrides, *expert, *MODEL)
-    want = reference(case)
-    assert commands.column(tmp_path / "run", "loss") == pytest.approx(commands.column(want, "loss"), rel=bound(case))
-    norms = commands.column(tmp_path / "run", "grad_norm")
-    assert norms == pytest.approx(commands.column(want, "grad_norm"), rel=3 * bound(case))
+    got = train(tmp_path, *MODEL, *overrides, *expert, steps=STEPS)
+    want = reference(*MODEL, *CHOICES["precision"][case["precision"]], *CHOICES["moe"][case["moe"]], steps=STEPS)
+    assert got["losses"] == pytest.approx(want["losses"], rel=bound(case))
+    assert got["norms"] == pytest.approx(want["norms"], rel=3 * bound(case))

@@ -25,6 +25,7 @@ class UnitActivations:
     matched: the part of kept that lies in modules which are recomputed selectively. matched_input: what has to be kept to recompute
     those. largest: the largest tensor of kept, which in backward has a gradient as large. outputs: of operators whose outputs are kept by
     name; outputs_stream: the part of it in tensors as large as the unit's input; reused: the part of kept that is those outputs.
+    tail: of the root, the part of kept that is saved after the first block has begun.
     """
 
     kept: int = 0
@@ -36,6 +37,7 @@ class UnitActivations:
     outputs: int = 0
     outputs_stream: int = 0
     reused: int = 0
+    tail: int = 0
 
 
 @dataclass
@@ -80,7 +82,7 @@ def trace_activations(
     outputs = _Outputs(recorder.output, operators) if operators else nullcontext()
     note = recorder.output if keeps(ATTENTION, operators) else None
     try:
-        with _Stand(module, names) as stand, recorder, outputs, _FlashOnMeta(note):
+        with Alike(module, names) as stand, recorder, outputs, _FlashOnMeta(note):
             output = module(**model_inputs(module, shape))
         stand.copy(recorder.units)
     except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
@@ -154,13 +156,13 @@ class _Outputs(TorchDispatchMode):
         return out
 
 
-class _Stand:
-    """While it is open, units with the same class and the same shapes of parameters return what the second of them returned.
+class Alike:
+    """While it is open, units with the same class and the same shapes of parameters return what the last of the first `run` returned.
 
-    The first may keep more: what all units share (cosines of positions) counts where it is kept first.
+    Of two that are run the first may keep more: what all units share (cosines of positions) counts where it is kept first.
     """
 
-    def __init__(self, module: nn.Module, units: list[str]) -> None:
+    def __init__(self, module: nn.Module, units: list[str], run: int = 2) -> None:
         met: dict[Any, list[str]] = {}
         self._like: dict[str, str] = {}  # unit -> the one that stands for it
         self._modules = {name: module.get_submodule(name) for name in units}
@@ -168,12 +170,12 @@ class _Stand:
             kind = (type(unit), unit.training, tuple((n, tuple(p.shape), p.requires_grad) for n, p in unit.named_parameters()))
             alike = met.setdefault(kind, [])
             alike.append(name)
-            if len(alike) > 2:
-                self._like[name] = alike[1]
+            if len(alike) > run:
+                self._like[name] = alike[run - 1]
         self._outputs: dict[str, Any] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> _Stand:
+    def __enter__(self) -> Alike:
         for name in set(self._like.values()):
             self._handles.append(self._modules[name].register_forward_hook(self._note(name)))
         for name, first in self._like.items():
@@ -205,6 +207,7 @@ class _Recorder:
         self.units: dict[str, UnitActivations] = {name: UnitActivations() for name in [root, *units]}
         self._module, self._names, self._matched, self._dtype = module, set(units), matched, dtype
         self._place: list[str] = [root]
+        self._root, self._begun = root, False
         self._inside_match = 0
         self._alive: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
         self._storages = {t.untyped_storage()._cdata for t in self._alive}
@@ -232,6 +235,7 @@ class _Recorder:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             size = sum(self._bytes(t) for t in tensors_in((args, kwargs)) if t.requires_grad)
             if name in self._names:
+                self._begun = True
                 self._place.append(name)
                 self.units[name].input += size
             if name in self._matched:
@@ -261,6 +265,7 @@ class _Recorder:
             unit.matched += size if self._inside_match else 0
             unit.largest = max(unit.largest, size)
             unit.reused += size if storage in self._outputs else 0
+            unit.tail += size if self._begun and self._place[-1] == self._root else 0
         return tensor
 
     def output(self, tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from partita.plan.draft import PlanDraft
-from partita.plan.parts import rank_parts
+from partita.plan.parts import RankPart, rank_parts
 from partita.plan.plan import Layout, Plan
 from partita.state.layout import ALIGN, BLOCK, BucketLayout, StateLayout, assign_groups, build_buckets, build_layout
 
@@ -50,11 +50,19 @@ def cut_key(layout: Layout) -> tuple[object, ...]:
     )
 
 
+def known_parts(draft: PlanDraft, layout: Layout) -> list[RankPart]:
+    """`rank_parts`, found once for all layouts that share models out alike."""
+    key = ("parts", cut_key(layout))
+    if key not in draft.cache:
+        draft.cache[key] = list(rank_parts(draft.model, layout))
+    return draft.cache[key]
+
+
 def alike_buckets(draft: PlanDraft, layout: Layout) -> list[list[Alike]]:
     """For each rank of the pipeline axis."""
     key = ("alike", cut_key(layout))
     if key not in draft.cache:
-        draft.cache[key] = [_group(draft, part.parameters) for part in rank_parts(draft.model, layout)]
+        draft.cache[key] = [_group(draft, part.parameters) for part in known_parts(draft, layout)]
     return draft.cache[key]
 
 
@@ -75,12 +83,17 @@ def merged_layouts(draft: PlanDraft, plan: Plan) -> list[StateLayout]:
     """
     rules = draft.rule_layouts(plan)
     if any(rule.policy == "tensor" for rule in rules):
-        return [build_layout(part, plan, rules, draft.config.optimizer) for part in rank_parts(draft.model, plan.layout)]
-    empty = build_layout(_Nothing(), plan, rules, draft.config.optimizer)
+        return [build_layout(part, plan, rules, draft.config.optimizer) for part in known_parts(draft, plan.layout)]
+    empty = empty_layout(draft, plan)
     cut = plan.placement.optimizer
     return [
         replace(empty, buckets=tuple(a.together(plan.layout, cut) for a in rank)) for rank in alike_buckets(draft, plan.layout)
     ]
+
+
+def empty_layout(draft: PlanDraft, plan: Plan) -> StateLayout:
+    """A layout of no parameters: what the plan says of all of them."""
+    return build_layout(_Nothing(), plan, draft.rule_layouts(plan), draft.config.optimizer)
 
 
 @dataclass(frozen=True)

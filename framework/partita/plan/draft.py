@@ -96,7 +96,7 @@ class PlanDraft:
 
     def unit_input_bytes(self, plan: Plan) -> int:
         """Bytes of the largest input of a block for one micro-batch: what recompute keeps and a pipeline sends."""
-        from partita.plan.memory import trace
+        from partita.plan.kept import trace
 
         return max((unit.input for unit in trace(self, plan).units.values()), default=0)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from partita.plan.draft import PlanDraft
+from partita.plan.kept import AWAY
 from partita.plan.links import message
-from partita.plan.memory import AWAY, activation_bytes, placed_bytes, working_bytes
+from partita.plan.memory import fullest_rank
 from partita.plan.plan import GRADIENT_AXES, Plan, Wire
 from partita.plan.work import compute_costs, step_seconds, waiting_cost
 from partita.plugin.types import Cost
@@ -27,17 +28,17 @@ def estimate_plan(draft: PlanDraft, plan: Plan, added: Iterable[Cost] = ()) -> l
 
 
 def memory_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
-    """Bytes of each category on the fullest rank, by the place where the tiers put them."""
+    """Bytes of each category on the rank whose accelerator is fullest, by the place where the tiers put them."""
     what = {
         "parameters": plan.precision.compute,
         "gradients": plan.precision.gradient,
         "optimizer": _optimizer_words(draft, plan),
     }
-    costs = []
-    for (category, place), size in placed_bytes(draft, plan).items():
+    rank, costs = fullest_rank(draft, plan), []
+    for (category, place), size in rank.states.items():
         if size or place == "accelerator":
             costs.append(Cost(category, what[category], size, place, exact=True))
-    for words, size in activation_bytes(draft, plan).items():
+    for words, size in rank.activations.items():
         away = words == AWAY
         costs.append(
             Cost(
@@ -48,7 +49,7 @@ def memory_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
             )
         )
     costs.append(Cost("buffers", "model buffers", draft.model.buffer_bytes, exact=True))
-    costs += [Cost("working", words, size) for words, size in working_bytes(draft, plan).items()]
+    costs += [Cost("working", words, size) for words, size in rank.working.items()]
     return costs
 
 

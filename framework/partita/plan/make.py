@@ -15,8 +15,8 @@ from partita.plan.check import abilities, check_capabilities, check_memory, chec
 from partita.plan.cluster import Cluster, find_cluster
 from partita.plan.draft import PlanDraft
 from partita.plan.estimate import estimate_plan
+from partita.plan.kept import trace
 from partita.plan.manifest import Manifest, make_manifest
-from partita.plan.memory import trace
 from partita.plan.model_spec import ModelSpec, inspect_model
 from partita.plan.plan import SECTIONS, Plan
 from partita.plan.problems import Problem, render

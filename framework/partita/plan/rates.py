@@ -22,7 +22,7 @@ class Rates:
 
 
 # Shares of the datasheet that dense training reaches. The first is chosen so that the rows of Narayanan et al. 2021, table 1 (A100)
-# from 145 billion parameters on are met; tests/plan/test_published.py holds other publications against the same constants.
+# from 145 billion parameters on are met within 10 %; tests/plan/test_published.py holds other publications against the same constants.
 MATMUL_SHARE = 0.64
 MEMORY_SHARE = 0.80
 OVERHEAD = 150e-6  # seconds for a forward and backward pass of a block

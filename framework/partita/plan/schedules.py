@@ -5,15 +5,15 @@ from __future__ import annotations
 
 def chunks_of(name: str, stages: int, ranks: int) -> int:
     """Stages that one rank has. stages: cuts + 1."""
-    return max(1, stages // ranks) if name in ("interleaved", "zbv", "dualpipev") else 1
+    return max(1, stages // ranks) if name in ("interleaved", "interleaved_zb", "zbv", "dualpipev") else 1
 
 
 def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     """Waiting, as a share of the time that a rank works.
 
-    gpipe, 1f1b: (p - 1) / m (Narayanan et al. 2021, section 2.2.1); interleaved: the same / v (section 2.2.2). zbv and dualpipev with
-    forward, backward for inputs and backward for weights equally long: 0 (Qi et al. 2023, table 1: (p - 1) (F + B - 2 W)) and
-    (p - 1) / 3m (DeepSeek-AI 2024, table 2: PP - 1 times F&B + B - 3 W of half a stage).
+    gpipe, 1f1b: (p - 1) / m (Narayanan et al. 2021, section 2.2.1); interleaved: the same / v (section 2.2.2). Those that split backward,
+    with forward and both halves equally long: a third of interleaved, (p - 1) (F + B - W) of a stage (Qi et al. 2023, table 1); zbv and
+    dualpipev have v = 2 and wait no longer than that while they fill and drain.
     """
     if ranks == 1:
         return 0.0
@@ -21,10 +21,8 @@ def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
     match name:
         case "interleaved":
             return whole / max(1, chunks)
-        case "zbv":
-            return 0.0
-        case "dualpipev":
-            return whole / 3
+        case "interleaved_zb" | "zbv" | "dualpipev":
+            return whole / max(1, chunks) / 3
     return whole
 
 

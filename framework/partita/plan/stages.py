@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from partita.plan.activations import model_inputs, tensors_in
+from partita.plan.activations import Alike, model_inputs, tensors_in
 from partita.plan.model_spec import ModelSpec, ParameterSpec
 from partita.plan.plan import Layout
 from partita.state.units import SHARED, find_units
@@ -43,7 +43,7 @@ def study(model: nn.Module) -> Anatomy:
     for inputs in meta_inputs(model):
         watch = _Watch(model, dict(units))
         try:
-            with watch, torch.no_grad():
+            with watch, Alike(model, [name for name, _ in units], run=1), torch.no_grad():
                 model(**inputs)
         except Exception as error:  # any model may fail on meta in its own way
             reason = f"it does not run on the meta device: {type(error).__name__}: {str(error).splitlines()[:1]}"
@@ -128,18 +128,33 @@ def last_stage(layout: Layout) -> int:
     return max(len(layout.stage_ranks), layout.pipeline) - 1
 
 
-def holders(names: Sequence[str], layout: Layout, blocks: Sequence[Sequence[str]], anatomy: Anatomy) -> tuple[int, ...]:
-    """Ranks of the pipeline axis that hold a parameter with these names (several where it is tied), in order."""
-    found: set[int] = set()
-    placed = layout.stage_ranks or tuple(range(layout.pipeline))
-    for name in names:
-        path = name.rpartition(".")[0]
-        inside = [s for s, units in enumerate(blocks) if any(path == u or path.startswith(f"{u}.") for u in units)]
-        stages = inside or ([last_stage(layout)] if path in anatomy.after else [])
-        if path in anatomy.before or not stages:
-            stages.append(0)
-        found |= {placed[s] for s in stages}
-    return tuple(sorted(found))
+class Holders:
+    """Says which ranks of the pipeline axis hold a parameter."""
+
+    def __init__(self, layout: Layout, blocks: Sequence[Sequence[str]], anatomy: Anatomy) -> None:
+        self._stage = {unit: stage for stage, units in enumerate(blocks) for unit in units}
+        self._placed = layout.stage_ranks or tuple(range(layout.pipeline))
+        self._last, self._before, self._after = last_stage(layout), set(anatomy.before), set(anatomy.after)
+
+    def __call__(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Of a parameter with these names (several where it is tied), in order."""
+        found: set[int] = set()
+        for name in names:
+            path = name.rpartition(".")[0]
+            inside = self._unit_stage(path)
+            stages = [inside] if inside is not None else [self._last] if path in self._after else []
+            if path in self._before or not stages:
+                stages.append(0)
+            found |= {self._placed[s] for s in stages}
+        return tuple(sorted(found))
+
+    def _unit_stage(self, path: str) -> int | None:
+        """The stage of the unit that `path` is or lies in."""
+        while path:
+            if path in self._stage:
+                return self._stage[path]
+            path = path.rpartition(".")[0]
+        return None
 
 
 def rank_parameters(model: ModelSpec, layout: Layout, parameters: Sequence[ParameterSpec]) -> Iterator[tuple[ParameterSpec, ...]]:
@@ -150,8 +165,8 @@ def rank_parameters(model: ModelSpec, layout: Layout, parameters: Sequence[Param
     if layout.pipeline == 1:
         yield tuple(parameters)
         return
-    blocks, anatomy = stage_units(model, layout), anatomy_of(model)
-    where = {p.name: holders((p.name, *p.aliases), layout, blocks, anatomy) for p in parameters}
+    holders = Holders(layout, stage_units(model, layout), anatomy_of(model))
+    where = {p.name: holders((p.name, *p.aliases)) for p in parameters}
     for rank in range(layout.pipeline):
         mine = (p for p in parameters if rank in where[p.name])
         yield tuple(replace(p, unit=SHARED + p.name) if len(where[p.name]) > 1 else p for p in mine)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partita.plan.draft import PlanDraft
-from partita.plan.memory import logit_bytes, trace
+from partita.plan.kept import logit_bytes, made_bytes, trace
 from partita.plan.operators import ATTENTION, keeps
 from partita.plan.parts import stage_units
 from partita.plan.plan import Plan
@@ -118,8 +118,7 @@ def _slowest_stage(draft: PlanDraft, plan: Plan, flops: float, memory: float) ->
         matrices = sum((work.blocks[u] + work.attention) * (1 + FORWARD * _again(plan, work, u)) for u in blocks)
         last = index == len(stages) - 1
         matrices += work.root if last else 0.0
-        made = sum(found.units[u].kept * (1 + FORWARD * _again(plan, work, u, False)) for u in blocks if u in found.units)
-        made /= layout.tensor
+        made = sum(made_bytes(found.units, plan, u) * (1 + FORWARD * _again(plan, work, u, False)) for u in blocks)
         traffic = CROSSINGS * (made + (logit_bytes(found, plan) if last else 0))
         passes = sum(1 + FORWARD * (plan.activations.of(u) != "keep") for u in blocks)
         here = (tokens * matrices / layout.tensor / flops, traffic / memory, passes)
@@ -171,7 +170,8 @@ def waiting_cost(draft: PlanDraft, plan: Plan, costs: list[Cost]) -> list[Cost]:
     cores = None if cluster.accelerator else max(1.0, cluster.cores / beside)
     stages = len(layout.stage_cuts) + 1
     chunks = chunks_of(schedule.name, stages, layout.pipeline)
-    waiting = schedule.bubble or bubble(schedule.name, layout.pipeline, schedule.micro_batches, chunks)
+    known = bool(schedule.in_flight)  # then the orders that run have been played through
+    waiting = schedule.bubble if known else bubble(schedule.name, layout.pipeline, schedule.micro_batches, chunks)
     factor = stretch(waiting, layout.pipeline, cores) - 1
     busy = sum(c.seconds for c in costs if c.repeated and not c.overlap)
     return [Cost("compute", f"pipeline bubble, {factor:.1%}", seconds=busy * factor)] if factor and busy else []

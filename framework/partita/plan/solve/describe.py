@@ -10,8 +10,11 @@ def plan_words(plan: Plan) -> str:
     layout, schedule = plan.layout, plan.schedule
     axes = " x ".join(f"{a} {getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1) or "1 rank"
     parts = [axes + (f" (expert {layout.expert})" if layout.expert > 1 else "")]
+    if layout.sequence_parallel and layout.tensor > 1:
+        parts.append("sequence parallel")
     if schedule.name != "none":
-        parts.append(schedule.name)
+        each = len(layout.stage_ranks) // layout.pipeline
+        parts.append(schedule.name + (f" {each}" if each > 2 else ""))
     parts.append(f"{schedule.micro_batches} x {schedule.micro_batch} sequences")
     cut = [s for s in ("parameters", "gradients", "optimizer") if layout.size(getattr(plan.placement, s)) > 1]
     if cut:
