@@ -14,6 +14,10 @@ class CompressionConfig:
     # weights, when they are gathered: native, bfloat16, float16, int8, int4, fp8 (ZeRO++, Wang et al. 2023, section 3.1). Where zero leaves them
     # whole, or cuts them over fewer ranks than the optimizer, exact ones are kept apart: 4 bytes for each weight of a rank's shard
     parameter_gather: str = "native"
+    # rows of tokens on their way to experts and back, and their gradients: native, bfloat16, int8, fp8 (8 bits with a scale for each row)
+    expert_dispatch: str = "native"
+    # activations between the stages of a pipeline: native only
+    pipeline_activations: str = "native"
     # powersgd: columns of the thin matrices; bytes grow with it (Vogels et al. 2019 use 1 to 4)
     rank: int = 4
     # topk: share of the elements that is sent (Lin et al. 2018 use 0.001 to 0.01)

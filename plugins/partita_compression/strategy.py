@@ -17,7 +17,11 @@ from partita_compression.settings import EXTENSION, Settings, Traffic
 CASTS = ("native", "bfloat16", "float16")  # the built-in collectives do these
 SIZES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256, "fp8": 1 + 4 / 256, "onebit": 1 / 8 + 4 / 1024}  # bytes of an element
 BLOCKS = (*SIZES, "topk", "powersgd")
-FORMATS = {"gradient_reduce": (*CASTS, *BLOCKS), "parameter_gather": (*CASTS, "int8", "int4", "fp8")}
+FORMATS = {
+    "gradient_reduce": (*CASTS, *BLOCKS),
+    "parameter_gather": (*CASTS, "int8", "int4", "fp8"),
+    "expert_dispatch": ("native", "bfloat16", "int8", "fp8"),
+}
 NEEDS_FEEDBACK = ("onebit", "topk", "powersgd")
 ALIASES = {"none": "native", "bf16": "bfloat16", "fp16": "float16"}
 ALGORITHMS = ("flat", "hierarchical")
@@ -58,6 +62,7 @@ def partita_decide(draft: PlanDraft) -> None:
     reduce = _format(draft, "gradient_reduce", config.gradient_reduce, precision.reduce, sent)
     cut = layout.size(placement.optimizer) > 1
     gather = _format(draft, "parameter_gather", config.parameter_gather, precision.compute, cut)
+    dispatch = _format(draft, "expert_dispatch", config.expert_dispatch, precision.compute, layout.expert > 1)
     traffic = _traffic(draft, reduce)
     if traffic and sent and reduce == "native":
         reduce = "onebit"
@@ -68,6 +73,7 @@ def partita_decide(draft: PlanDraft) -> None:
     wires = {
         "gradient_reduce": Wire(algorithm, reduce, _size(draft, reduce)),
         "parameter_gather": Wire(algorithm, gather, _size(draft, gather)),
+        "expert_dispatch": Wire(format=dispatch, size=SIZES.get(dispatch)),
     }
     draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default", log=config.log))
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
@@ -138,6 +144,8 @@ def _format(draft: PlanDraft, field: str, asked: str, native: str, sent: bool) -
         why = "nothing is sent: one rank holds all of it"
         if field == "parameter_gather" and draft.get("layout").size(GRADIENT_AXES) > 1:
             why = "nothing is gathered: every rank updates all weights itself"
+        if field == "expert_dispatch":
+            why = "no rows travel: every rank has all experts"
         draft.effect(key, asked, "native", why)
         return "native"
     return name
@@ -181,6 +189,9 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         reason = f"{wire.format} loses most of each message; without error feedback training does not converge."
         problems.append(Problem("compression.error_feedback", reason, "Leave it out, or use compression.gradient_reduce=int8."))
     problems += _check_thin(plan, draft)
+    if config.pipeline_activations != "native":
+        reason = "activations between stages travel in the dtype of compute, in this version."
+        problems.append(Problem("compression.pipeline_activations", reason, "Leave it out; precision=bf16 halves them."))
     if not 0 <= config.warmup < 1:
         problems.append(Problem("compression.warmup", f"{config.warmup} is no share of train.steps.", "Use 0 or more, below 1."))
     if config.node_ranks is not None and config.node_ranks < 1:

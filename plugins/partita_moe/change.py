@@ -14,6 +14,7 @@ from partita.plan.plan import EXPERT_AXES
 from partita.state.parts import declare, declared
 from partita_moe.experts import Experts, GeluExperts, SwiGluExperts
 from partita_moe.layer import ExpertLayer, MoeLayer
+from partita_moe.packing import PACKINGS
 from partita_moe.routings import TAKEN, routing_of
 
 
@@ -88,6 +89,7 @@ def share_experts(model: nn.Module, run: Any) -> nn.Module:
         layer.term_weight = lambda: run.engine.share * run.engine.scaler.value
         layer.counting = lambda: not run.engine.recomputing
         layer.group = group
+        layer.packing = PACKINGS.get(run.plan.collectives.expert_dispatch.format)
         if group is None:
             continue
         for name in layer.experts.partita_experts:

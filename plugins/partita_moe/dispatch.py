@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from partita.runtime.mesh import Group
 from partita_kernels import Order
+from partita_moe.packing import Packing
 
 Tensor = torch.Tensor
 
@@ -18,10 +19,11 @@ class Exchange:
 
     The exchange begins at once; what is computed before `arrived` is asked for runs beside it. So does, in backward, what was computed in
     between: gradients set out when those of the arrived rows are known, and are waited for when those of the sent ones are needed.
+    packing: what rows and gradients travel as; None: as they are.
     """
 
-    def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group) -> None:
-        self._sent, self._received, self._group = sent, received, group
+    def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group, packing: Packing | None = None) -> None:
+        self._sent, self._received, self._group, self._packing = sent, received, group, packing
         self._work: Any = None
         self.rows: list[Tensor] = []  # gradients on their way back
         self._out: Tensor = _Depart.apply(x, self)
@@ -34,14 +36,21 @@ class Exchange:
         """Memory that the rows will be in once `wait` has returned."""
         sent, received = (self._received, self._sent) if back else (self._sent, self._received)
         out = x.new_empty(sum(received), *x.shape[1:])
-        self._source = x.contiguous()  # alive until it is sent
-        self._work = dist.all_to_all_single(out, self._source, received, sent, group=self._group.process_group, async_op=True)
+        source, into = x.contiguous(), out
+        if self._packing is not None:
+            source = self._packing.pack(source)
+            into = source.new_empty(sum(received), self._packing.width(x.shape[1]))
+        self._held = source, into, out  # alive until the rows are there
+        self._work = dist.all_to_all_single(into, source, received, sent, group=self._group.process_group, async_op=True)
         return out
 
     def wait(self) -> None:
         """Until the rows of `start` are there."""
         self._work.wait()
-        del self._work, self._source
+        _, into, out = self._held
+        if self._packing is not None:
+            self._packing.unpack(into, out)
+        del self._work, self._held
 
 
 class _Depart(torch.autograd.Function):

@@ -13,6 +13,7 @@ from partita.runtime.mesh import Group
 from partita_kernels import Order, expert_order, permute, unpermute
 from partita_moe.dispatch import Exchange, by_expert, exchange_counts
 from partita_moe.experts import Experts
+from partita_moe.packing import Packing
 from partita_moe.routing import Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
 
 Tensor = torch.Tensor
@@ -53,6 +54,7 @@ class ExpertLayer(nn.Module):
         # share of each expert in the update before
         self.register_buffer("load", torch.full((routing.experts,), 1.0 / routing.experts) if routing.balance == GLOBAL else None)
         self.group: Group | None = None
+        self.packing: Packing | None = None  # of rows on the wire
         self.term_weight: Callable[[], float] = lambda: 1.0
         self.counting: Callable[[], bool] = lambda: True
         # since the last update, float64 [E + 4]: choices of each expert before any is dropped, then `FIGURES`
@@ -138,11 +140,11 @@ class ExpertLayer(nn.Module):
         """What experts elsewhere make of rows that lie by expert, and the companion of all tokens."""
         received = exchange_counts(counts, group)
         sent, taken = counts.view(group.size, -1).sum(1).tolist(), received.sum(1).tolist()
-        way = Exchange(rows, sent, taken, group)
+        way = Exchange(rows, sent, taken, group, self.packing)
         beside = self.companion(flat)
         order = by_expert(received)
         answers = self.experts(permute(way.arrived(), order), order.sizes)
-        return Exchange(unpermute(answers, order), taken, sent, group).arrived(), beside
+        return Exchange(unpermute(answers, order), taken, sent, group, self.packing).arrived(), beside
 
 
 class MoeLayer(ExpertLayer):

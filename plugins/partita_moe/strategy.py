@@ -151,7 +151,7 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
         return []
     from partita_moe.change import moe_layers
 
-    itemsize = {"float32": 4}.get(plan.precision.compute, 2)
+    itemsize = plan.collectives.expert_dispatch.size or {"float32": 4}.get(plan.precision.compute, 2)
     rows = [layer.routing.top_k * layer.router_weight().shape[1] for _, layer in moe_layers(draft.model.module)]
     tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context
     if layout.sequence_parallel:

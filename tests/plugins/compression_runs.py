@@ -30,6 +30,8 @@ from partita_compression.formats import FORMATS, TopK
 from partita_compression.provider import CompressedCollectives
 from partita_compression.settings import EXTENSION, Settings
 from partita_compression.strategy import partita_provide
+from partita_moe.dispatch import Exchange as RowExchange
+from partita_moe.packing import PACKINGS
 
 PART, STEPS = 320, 30  # 320 is no multiple of a block
 CPU = torch.device("cpu")
@@ -59,7 +61,23 @@ def messages(rank: int, world: int) -> dict[str, Any]:
             out[f"everywhere {n} {feedback}"] = _sum_everywhere(mesh, n, feedback)
     out["not finite"] = {name: _not_finite(mesh, name) for name in EVERY}
     out["gathered"] = _gathered(mesh)
+    out["rows"] = {name: _rows(mesh, packing) for name, packing in [("native", None), *PACKINGS.items()]}
     return out
+
+
+def _rows(mesh: Mesh, packing: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows there, and gradients back: rank r sends i + 1 rows to rank i (to the last one none); one row is all zeros."""
+    world, rank = mesh.world, mesh.rank
+    sent = [*range(1, world), 0]
+    received = [sent[rank]] * world
+    x = gradient(rank, 0, sum(sent) * 24).view(-1, 24).clone()
+    x[0] = 0
+    x.requires_grad_()
+    arrived = RowExchange(x, sent, received, mesh.group(("shard",)), packing).arrived()
+    weights = gradient(rank, 1, arrived.numel()).view_as(arrived)
+    (arrived * weights).sum().backward()
+    assert x.grad is not None
+    return arrived.detach(), x.grad
 
 
 def _sum_with_feedback(mesh: Mesh, format: str) -> tuple[torch.Tensor, torch.Tensor, float]:

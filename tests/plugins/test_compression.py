@@ -31,10 +31,16 @@ def test_what_travels_anyway_is_native(plan_of):
 
 
 def test_nothing_sent_is_told(plan_of):
-    planned = plan_of(launch__ranks=1, compression__gradient_reduce="bfloat16", compression__parameter_gather="int8")
+    planned = plan_of(
+        launch__ranks=1,
+        compression__gradient_reduce="bfloat16",
+        compression__parameter_gather="int8",
+        compression__expert_dispatch="int8",
+    )
     assert {(x.key, x.got) for x in planned.manifest.differences()} == {
         ("compression.gradient_reduce", "native"),
         ("compression.parameter_gather", "native"),
+        ("compression.expert_dispatch", "native"),
     }
     assert not planned.problems
 
@@ -122,6 +128,8 @@ def test_rules_that_send_few_bits_say_what_travels(plan_of):
     [
         ({"compression__gradient_reduce": "powersgd", "zero__preset": "hsdp", "parallel__replicate": 2, "parallel__shard": 2}, "gradient_reduce"),
         ({"compression__rank": 0}, "rank"),
+        ({"compression__pipeline_activations": "int8"}, "pipeline_activations"),
+        ({"compression__expert_dispatch": "int4"}, "expert_dispatch"),
         ({"compression__density": 0.0}, "density"),
     ],
 )  # fmt: skip

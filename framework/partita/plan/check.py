@@ -116,7 +116,7 @@ def _check_rest(plan: Plan, able: Capabilities) -> list[Problem]:
     for decision in sorted(decisions - able["activations"]):
         what = f"recompute by {decision}"
         problems.append(_missing("recompute.policy", what, "Use recompute=full or recompute=selective."))
-    wires = {"gradient_reduce": "wire_formats", "parameter_gather": "gather_formats", "expert_dispatch": "gather_formats"}
+    wires = {"gradient_reduce": "wire_formats", "parameter_gather": "gather_formats", "expert_dispatch": "dispatch_formats"}
     if plan.collectives.provider != "default":
         return problems  # whoever provides them knows what it can do
     for purpose, ability in wires.items():

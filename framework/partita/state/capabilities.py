@@ -14,6 +14,7 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "optimizer_dtypes": frozenset({"float32", "bfloat16"}),
     "wire_formats": frozenset({"native", "bfloat16", "float16"}),  # gradient reduction
     "gather_formats": frozenset({"native"}),
+    "dispatch_formats": frozenset({"native", "bfloat16", "int8", "fp8"}),  # rows to experts, which the expert layers pack
     "algorithms": frozenset({"flat"}),
     "activations": frozenset({"keep", "full", "selective", "operators"}),
 }
