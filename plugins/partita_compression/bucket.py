@@ -11,14 +11,18 @@ from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout
 from partita.state.slices import StateSlice
 from partita_compression.exchange import Exchange, gather
+from partita_compression.formats import reduce_format
 from partita_compression.hierarchy import Hops
-from partita_compression.ledger import ERROR, MOMENTUM, Kept, Ledger
+from partita_compression.ledger import ERROR, MOMENTUM, SPEED, Kept, Ledger
+from partita_compression.local import Meeting
 from partita_compression.lowrank import LowRank
 from partita_compression.momentum import Momentum
+from partita_compression.settings import Local
 
 if TYPE_CHECKING:
     from partita_compression.provider import CompressedCollectives
 
+APART = "replicate"  # mesh axis along which groups may train for themselves
 Span = tuple[int, int, int]  # (first element in the bucket, first one in a buffer, count)
 
 
@@ -34,12 +38,18 @@ class BucketCollectives:
         self._exchanges: dict[tuple[tuple[int, ...], int], Exchange] = {}
         self._momentum: Momentum | None = None
         self._low_rank: LowRank | None = None
+        self.meeting: Meeting | None = None
+        self._copies = groups.replicas
+        if owner.settings.local is not None:
+            self._copies = owner.context.mesh.group(tuple(a for a in groups.replicas.axes if a != APART))
         if bucket.trainable:
             if self.traffic.momentum is not None:
                 self._keep_momentum(self.traffic.momentum)
             if owner.settings.rank:
                 self._make_low_rank()
             self._make_exchanges()
+            if owner.settings.local is not None:
+                self._make_meeting(owner.settings.local)
 
     def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
         """Of its own bucket, itself."""
@@ -71,7 +81,7 @@ class BucketCollectives:
     def _make_low_rank(self) -> None:
         """PowerSGD, over the one group that the gradients are summed over."""
         owner, groups = self.owner, self.groups
-        group = groups.shard if groups.shard.size > 1 else groups.replicas
+        group = groups.shard if groups.shard.size > 1 else self._copies
         if group.size == 1 or self.traffic.warmup is None or (owner.settings.slow_only and not owner.levels.slow(group)):
             return
         self._low_rank = LowRank(self.bucket, group, owner.settings.rank, owner.base, owner.context.mesh.device)
@@ -79,10 +89,26 @@ class BucketCollectives:
         for m in self._low_rank.matrices:
             self.ledger.alike.append((m.segment.name, self._low_rank.q(m).view(-1)))
 
+    def _make_meeting(self, local: Local) -> None:
+        """What the groups say to each other, and what they keep for the next time."""
+        owner, n, device = self.owner, self.bucket.shard, self.owner.context.mesh.device
+        apart, format = owner.context.mesh.group((APART,)), reduce_format(local.format, owner.settings.density)
+        first = self.groups.index * n
+        exchange = None
+        if format is not None:
+            exchange = Exchange(format, apart, n, owner.context.transport, device, feedback=True, shared=True)
+            self._keep(exchange, apart, ((first, 0, n),), None, "meeting")
+        speed = None
+        if local.momentum is not None:
+            speed = torch.zeros(n, dtype=torch.float32, device=device)
+            self.ledger.kept.append(Kept(SPEED, "own", speed, ((first, 0, n),)))
+        last = torch.zeros(n, dtype=torch.float32, device=device)
+        self.meeting = Meeting(local, apart, owner.base, exchange, last, speed)
+
     def _make_exchanges(self) -> None:
         """One for each group over which gradients are summed in few bits, from the outermost cut to the copies."""
         first, n = 0, self.bucket.padded
-        copies, below = self.groups.replicas, self.groups.shard.size
+        copies, below = self._copies, self.groups.shard.size
         for level in self.groups.levels:
             below //= level.size
             self._add(level, first, n, (copies.rank, copies.size), (self.groups.index % below, below), shared=False)
@@ -109,18 +135,21 @@ class BucketCollectives:
         self._exchanges[group.ranks, n] = exchange
         row = (outside[0] * outer.size + outer.rank) * inside[1] + inside[0]
         rows = outside[1] * outer.size * inside[1]
-        self._keep(exchange, outer, _spans(first, n, g, outer.size, place, shared), (row, rows))
+        number = len(self._exchanges)  # what a load brings of another layout is sent with the first message
+        spans = _spans(first, n, g, outer.size, place, shared)
+        self._keep(exchange, outer, spans, (row, rows) if number == 1 else None, str(number))
 
-    def _keep(self, exchange: Exchange, outer: Group, spans: tuple[Span, ...], heirs: tuple[int, int]) -> None:
-        """What a load brings of another layout is sent with the first message."""
-        number = len(self._exchanges)
+    def _keep(
+        self, exchange: Exchange, outer: Group, spans: tuple[Span, ...], heirs: tuple[int, int] | None, name_of: str
+    ) -> None:
+        """The errors of an exchange."""
         for name, error in exchange.errors.items():
             if name == "owner":
                 start = outer.rank * exchange.part
                 mine = [(lo + start, 0, min(exchange.part, count - start)) for lo, _, count in spans if count > start]
-                kept = Kept(ERROR, f"shared{number}", error, tuple(mine))
+                kept = Kept(ERROR, f"shared{name_of}", error, tuple(mine))
             else:
-                kept = Kept(ERROR, f"sent{number}", error, spans, heirs if number == 1 else None)
+                kept = Kept(ERROR, f"sent{name_of}", error, spans, heirs)
             exchange.holes[name] = self.ledger.holes(kept)
             self.ledger.kept.append(kept)
 
@@ -140,6 +169,17 @@ class BucketCollectives:
 
     def all_reduce(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None = None) -> Work:
         """See `Collectives`."""
+        if self.meeting is not None and group.ranks == self.groups.replicas.ranks:  # the other groups go their own ways
+            return self._inside(buffer, wire)
+        return self._sum(buffer, group, wire)
+
+    def _inside(self, buffer: torch.Tensor, wire: torch.dtype | None) -> Work:
+        """The sum over this group, as large as if all groups had the same."""
+        assert self.meeting is not None
+        times = self.meeting.groups.size
+        return Then([self._sum(buffer, self._copies, wire)], lambda: _scale(buffer, times))
+
+    def _sum(self, buffer: torch.Tensor, group: Group, wire: torch.dtype | None) -> Work:
         base, exchange, hops = self.owner.base, self._exchange(group, buffer.numel()), self._hops(group)
         if self.groups.shard.size == 1:
             meant = self._meant(buffer)
@@ -205,6 +245,10 @@ class BucketCollectives:
     def slices(self) -> list[StateSlice]:
         """What is kept, of ranks that save."""
         return self.ledger.slices()
+
+
+def _scale(buffer: torch.Tensor, factor: int) -> None:
+    buffer.mul_(factor)
 
 
 def _spans(first: int, n: int, g: int, k: int, place: int, shared: bool) -> tuple[Span, ...]:

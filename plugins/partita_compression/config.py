@@ -35,3 +35,15 @@ class CompressionConfig:
     node_ranks: int | None = None
     # count and time every message, by purpose, into the metrics: bytes sent, calls, seconds, exposed (not hidden) seconds
     log: bool = False
+
+
+@dataclass
+class LocalConfig:
+    """Groups of ranks (`parallel.replicate` of them) that train for themselves and meet every few updates."""
+
+    every: int = 1  # updates between meetings; 1: none trains for itself
+    # average (local SGD, Stich 2019), or diloco: the average way is a gradient of Nesterov's method (Douillard et al. 2023)
+    method: str = "average"
+    lr: float = 0.7  # diloco: of that method
+    momentum: float = 0.9  # diloco: of that method
+    format: str = "native"  # of what the groups say to each other: native, int8, int4, fp8, onebit; with error feedback

@@ -19,6 +19,7 @@ from partita.state.slices import StateSlice, Term
 from partita.state.units import SHARED
 
 ERROR, MOMENTUM, ALIKE = "error", "momentum", "alike"
+SPEED = "speed"  # of DiLoCo: the same in all groups of ranks
 
 
 @dataclass(frozen=True)

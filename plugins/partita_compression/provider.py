@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from partita.errors import PartitaError
 from partita.runtime.collectives import CollectiveContext, Collectives, collectives_for
 from partita.state.slices import StateSlice
 from partita_compression.bucket import BucketCollectives
@@ -25,6 +26,7 @@ class CompressedCollectives:
         self.reduce_format = reduce_format(self.plan.collectives.gradient_reduce.format, self.settings.density)
         self.gather_format = gather_format(self.plan.collectives.parameter_gather.format)
         self.update = self.passes = 0
+        self.meets = False  # somebody will bring the groups together
         self._buckets: list[BucketCollectives] = []
         self.reduce_scatter, self.all_reduce, self.all_gather = (
             self.base.reduce_scatter,
@@ -39,6 +41,10 @@ class CompressedCollectives:
 
     def begin_step(self, update: int) -> None:
         """Which update comes: warm-up ends by count. One that comes again was skipped the last time."""
+        if self.settings.local is not None and not self.meets:
+            raise PartitaError(
+                "local.every: groups of ranks meet in the training loop only, not in one of your own\n    -> local.every=1"
+            )
         if update == self.update:
             for bucket in self._buckets:
                 bucket.clean()

@@ -38,11 +38,24 @@ def variance_update(update: int, scaler: int) -> tuple[bool, int]:
 
 
 @dataclass(frozen=True)
+class Local:
+    """every: updates between meetings of the groups. momentum: Nesterov's, None: the groups' average as it is. lr: of that method.
+
+    format: what the groups' ways travel as at a meeting.
+    """
+
+    every: int
+    lr: float = 1.0
+    momentum: float | None = None
+    format: str = "native"
+
+
+@dataclass(frozen=True)
 class Settings:
     """warmup: updates that travel natively before gradients are compressed. feedback: keep errors. slow_only: leave what stays
     inside a node native. node_ranks: ranks of a node, whose links count as fast. traffic: of each update rule, in the order of the
     run's rules, where one of them wants something of its own; empty: all as `warmup` says. rank: of
-    PowerSGD, 0 without it. density: of top-k.
+    PowerSGD, 0 without it. density: of top-k. local: groups of ranks that train for themselves.
     """
 
     warmup: int = 0
@@ -52,6 +65,7 @@ class Settings:
     traffic: tuple[Traffic, ...] = ()
     rank: int = 0
     density: float = 0.0
+    local: Local | None = None
 
     def traffic_of(self, rule: int) -> Traffic:
         """Of the parameters under the rule of that number."""

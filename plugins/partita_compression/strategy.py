@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from math import prod
+from typing import Any
 
 from partita.errors import did_you_mean
 from partita.plan.draft import PlanDraft
@@ -11,8 +12,9 @@ from partita.plan.plan import AXES, GRADIENT_AXES, Collectives, Plan, Wire
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
-from partita_compression.config import CompressionConfig
-from partita_compression.settings import EXTENSION, Settings, Traffic
+from partita_compression.config import CompressionConfig, LocalConfig
+from partita_compression.local_plan import check_local, decide_local
+from partita_compression.settings import EXTENSION, Local, Settings, Traffic
 
 CASTS = ("native", "bfloat16", "float16")  # the built-in collectives do these
 SIZES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256, "fp8": 1 + 4 / 256, "onebit": 1 / 8 + 4 / 1024}  # bytes of an element
@@ -31,8 +33,8 @@ RULES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"} 
 
 @hookimpl
 def partita_config() -> ConfigContribution:
-    """Node `compression`, section `collectives`."""
-    return ConfigContribution(nodes={"compression": CompressionConfig}, sections=("collectives",))
+    """Nodes `compression` and `local`, section `collectives`."""
+    return ConfigContribution(nodes={"compression": CompressionConfig, "local": LocalConfig}, sections=("collectives",))
 
 
 @hookimpl
@@ -69,7 +71,8 @@ def partita_decide(draft: PlanDraft) -> None:
         draft.effect("compression.gradient_reduce", "native", reduce, f"{_ruled(draft)} sends few bits")
     node = config.node_ranks or draft.cluster.devices_per_node
     algorithm = _algorithm(draft, node)
-    packed = bool(traffic) or reduce in BLOCKS or gather != "native" or algorithm == "hierarchical"
+    local = decide_local(draft)
+    packed = local is not None or bool(traffic) or reduce in BLOCKS or gather != "native" or algorithm == "hierarchical"
     wires = {
         "gradient_reduce": Wire(algorithm, reduce, _size(draft, reduce)),
         "parameter_gather": Wire(algorithm, gather, _size(draft, gather)),
@@ -79,7 +82,7 @@ def partita_decide(draft: PlanDraft) -> None:
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
     if packed:
         rank, density = config.rank if reduce == "powersgd" else 0, config.density if reduce == "topk" else 0.0
-        draft.extend(EXTENSION, Settings(warmup, feedback, config.levels == "slow", node, traffic, rank, density))
+        draft.extend(EXTENSION, Settings(warmup, feedback, config.levels == "slow", node, traffic, rank, density, local))
 
 
 def _size(draft: PlanDraft, format: str) -> float | None:
@@ -188,7 +191,7 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     if (wire.format in NEEDS_FEEDBACK or (settings and settings.traffic)) and config.error_feedback is False:
         reason = f"{wire.format} loses most of each message; without error feedback training does not converge."
         problems.append(Problem("compression.error_feedback", reason, "Leave it out, or use compression.gradient_reduce=int8."))
-    problems += _check_thin(plan, draft)
+    problems += [*_check_thin(plan, draft), *check_local(plan, draft)]
     if config.pipeline_activations != "native":
         reason = "activations between stages travel in the dtype of compute, in this version."
         problems.append(Problem("compression.pipeline_activations", reason, "Leave it out; precision=bf16 halves them."))
@@ -259,3 +262,27 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
         owner = numel // layout.size(plan.placement.optimizer) // shared if shared > 1 else 0
         costs.append(Cost("optimizer", "errors of compression", 4 * (numel + owner)))
     return costs
+
+
+@hookimpl
+def partita_run_start(run: Any) -> None:
+    """Groups that train for themselves begin with the same weights."""
+    if _local(run):
+        from partita_compression.local import begin
+
+        begin(run.engine)
+
+
+@hookimpl
+def partita_step_end(run: Any, step: int) -> None:
+    """They meet."""
+    local = _local(run)
+    if local and step % local.every == 0:
+        from partita_compression.local import meet
+
+        meet(run.engine)
+
+
+def _local(run: Any) -> Local | None:
+    settings = run.plan.extensions.get(EXTENSION)
+    return None if settings is None else settings.local

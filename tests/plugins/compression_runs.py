@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "distributed"), str(ROOT / "state"), str(ROOT / "train")]
 
 import engine_runs
-from reference import Model
+from reference import Model, batch, loss_sum
 
 from partita.builtin import partita_provide as core_provide
 from partita.config.schema import OptimizerConfig
@@ -27,8 +27,9 @@ from partita.train.checkpoint import Checkpointer
 from partita.train.loading import load_slices
 from partita_compression.exchange import Exchange, gather
 from partita_compression.formats import FORMATS, TopK
+from partita_compression.local import begin, meet
 from partita_compression.provider import CompressedCollectives
-from partita_compression.settings import EXTENSION, Settings
+from partita_compression.settings import EXTENSION, Local, Settings
 from partita_compression.strategy import partita_provide
 from partita_moe.dispatch import Exchange as RowExchange
 from partita_moe.packing import PACKINGS
@@ -218,6 +219,47 @@ def train_all(rank: int, world: int, cases: list[Case], updates: int = 10) -> li
     """All cases, one after the other."""
     torch.set_num_threads(1)
     return [train(rank, world, case, updates) for case in cases]
+
+
+def train_locally(rank: int, world: int, case: Case, updates: int) -> Outcome:
+    """Groups that meet as the settings say."""
+    torch.set_num_threads(1)
+    engine, transport = make(rank, world, case)
+    begin(engine)
+    every, found = case.settings.local.every, []
+    for n in range(0, updates, every):
+        found.append(go_on(engine, transport, rank, case, range(n, n + every)))
+        meet(engine)
+    last = go_on(engine, transport, rank, case, range(0))
+    return replace(last, losses=[x for o in found for x in o.losses])
+
+
+def plain_groups(groups: int, updates: int, local: Local) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same in plain torch on one process: losses, and weights after the last meeting."""
+    models = [Model() for _ in range(groups)]
+    steps = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9) for m in models]
+    last = {n: p.detach().clone() for n, p in models[0].named_parameters()}
+    speed, losses = {n: torch.zeros_like(p) for n, p in last.items()}, []
+    for update in range(updates):
+        ids, labels = batch(update, 16)
+        total, sums = int((labels != -100).sum()), 0.0
+        for model, step, x, y in zip(models, steps, ids.chunk(groups), labels.chunk(groups), strict=True):
+            step.zero_grad()
+            loss = loss_sum(model(x), y)
+            (loss / total * groups).backward()
+            step.step()
+            sums += loss.item()
+        losses.append(sums / total)
+        if (update + 1) % local.every == 0:
+            for name, before in last.items():
+                way = before - sum(dict(m.named_parameters())[name].detach() for m in models) / groups
+                if local.momentum is not None:
+                    speed[name] = local.momentum * speed[name] + way
+                    way = local.lr * (way + local.momentum * speed[name])
+                last[name] = before - way
+            for model in models:
+                model.load_state_dict(last, strict=False)
+    return losses, last
 
 
 # ------------------------------------------------------------------ what is kept, and who takes it over

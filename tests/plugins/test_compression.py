@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from partita.plan.plan import Collectives, Wire
-from partita_compression.settings import Settings, Traffic
+from partita_compression.settings import Local, Settings, Traffic
 
 
 def test_native_by_default(plan_of):
@@ -136,3 +136,15 @@ def test_rules_that_send_few_bits_say_what_travels(plan_of):
 def test_what_thin_messages_cannot_do(plan_of, overrides, key):
     found = plan_of(launch__ranks=4 if "parallel__shard" in overrides else 2, **overrides).problems
     assert f"compression.{key}" in {p.key for p in found}
+
+
+def test_groups_that_train_for_themselves(plan_of):
+    two = {"launch__ranks": 4, "parallel__replicate": 2, "parallel__shard": 2, "zero__preset": "hsdp", "local__every": 10}
+    planned = plan_of(**two, local__method="diloco", train__steps=100)
+    assert not planned.problems and planned.plan.extensions["compression"].local == Local(10, 0.7, 0.9)
+    alone = plan_of(launch__ranks=2, local__every=10)
+    assert [line.key for line in alone.manifest.differences()] == ["local.every"] and not alone.problems
+    found = {
+        p.key for p in plan_of(**{**two, "zero__preset": None, "zero__stage": 3}, train__steps=101, local__format="zip").problems
+    }
+    assert found == {"local.every", "local.format", "train.steps"}

@@ -16,7 +16,7 @@ import engine_runs
 from compression_runs import EVERY, PART, Case, Outcome
 from pool import run_ranks
 
-from partita_compression.settings import Settings
+from partita_compression.settings import Local, Settings
 
 OFF = {"int8": 0.01, "int4": 0.1, "fp8": 0.02, "onebit": 0.6, "topk": 0.6}
 
@@ -217,6 +217,28 @@ def test_zeropp_sends_a_quarter_of_zero3(levels) -> None:
         near(levels[name], levels["plain"], 3e-2)
         assert all(torch.equal(v, levels[name][0].read[n]) for o in levels[name] for n, v in o.read.items())
     near(levels["hfsdp"], levels["plain"], 5e-3)
+
+
+# ------------------------------------------------------------------ groups that train for themselves
+
+
+@pytest.mark.parametrize(
+    ("world", "placement", "local", "bound"),
+    [
+        (2, "replicated", Local(3), 1e-5),
+        (4, "parameters", Local(3, 0.7, 0.9), 1e-5),
+        (4, "optimizer", Local(3, 0.7, 0.9, "int8"), 2e-2),
+    ],
+)
+def test_groups_meet_where_plain_ones_do(world: int, placement: str, local: Local, bound: float) -> None:
+    """Two groups, against two plain trainings whose weights are averaged, or gone on from as DiLoCo says."""
+    losses, weights = compression_runs.plain_groups(2, 6, local)
+    case = Case(placement, settings=Settings(local=local), replicate=2)
+    for outcome in run_ranks(world, compression_runs.train_locally, case, 6):
+        assert outcome.losses == pytest.approx(losses, rel=bound)
+        for name, value in weights.items():
+            torch.testing.assert_close(outcome.weights[name], value, rtol=bound, atol=bound)
+            assert torch.equal(outcome.read[name], outcome.weights[name])
 
 
 # ------------------------------------------------------------------ another number of ranks

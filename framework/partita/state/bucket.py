@@ -410,6 +410,11 @@ class Bucket:
 
     # ------------------------------------------------------------------ views
 
+    @property
+    def collectives(self) -> Collectives:
+        """Those of this bucket: for whoever provides them."""
+        return self._collectives
+
     def wire_slices(self) -> list[StateSlice]:
         """What the collectives of this bucket hold for themselves, such as errors of compression."""
         return self._collectives.slices()
