@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partita.runtime.collectives import Collectives, Then, Work
+from partita.runtime.collectives import Collectives, ReadState, Then, Work
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout
 from partita.state.slices import StateSlice
 from partita_compression.exchange import Exchange, gather
 from partita_compression.formats import reduce_format
 from partita_compression.hierarchy import Hops
-from partita_compression.ledger import ERROR, MOMENTUM, SPEED, Kept, Ledger
+from partita_compression.ledger import BASIS, ERROR, MOMENTUM, SCALE, SPEED, Kept, Ledger
 from partita_compression.local import Meeting
 from partita_compression.lowrank import LowRank
 from partita_compression.momentum import Momentum
@@ -29,8 +29,8 @@ Span = tuple[int, int, int]  # (first element in the bucket, first one in a buff
 class BucketCollectives:
     """Gradients and weights of one bucket on the wire. groups: `partita.state.bucket.Groups`."""
 
-    def __init__(self, owner: CompressedCollectives, bucket: BucketLayout, groups: Any) -> None:
-        self.owner, self.bucket, self.groups = owner, bucket, groups
+    def __init__(self, owner: CompressedCollectives, bucket: BucketLayout, groups: Any, read: ReadState) -> None:
+        self.owner, self.bucket, self.groups, self._read = owner, bucket, groups, read
         self.traffic = owner.settings.traffic_of(bucket.rule)
         self._format, self._gather = owner.reduce_format, owner.gather_format
         self._hierarchical = owner.plan.collectives.gradient_reduce.algorithm == "hierarchical"
@@ -51,11 +51,11 @@ class BucketCollectives:
             if owner.settings.local is not None:
                 self._make_meeting(owner.settings.local)
 
-    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+    def for_bucket(self, bucket: Any, state: Any, groups: Any, read: ReadState) -> Collectives:
         """Of its own bucket, itself."""
         return self
 
-    def begin_step(self, update: int) -> None:
+    def begin_step(self, update: int, scale: float) -> None:
         """The owner is told."""
 
     # ------------------------------------------------------------------ building
@@ -69,8 +69,14 @@ class BucketCollectives:
 
     def _keep_momentum(self, beta: float) -> None:
         """Each rank has the momentum of its own gradients for the whole bucket."""
-        self._momentum = Momentum(beta, self.bucket.padded, self.owner.context.mesh.device)
+        self._momentum = Momentum(beta, self.bucket.padded, self.owner.context.mesh.device, self._seed)
         self._keep_whole(MOMENTUM, self._momentum.own)
+        self.ledger.alike.append((SCALE, self.bucket.segments[0].name, self.owner.scale))
+
+    def _seed(self, momentum: torch.Tensor) -> None:
+        """This rank's share of the optimizer's momentum: of its shard, divided among the ranks that have the same."""
+        n, at = self.bucket.shard, self.groups.index * self.bucket.shard
+        torch.div(self._read("exp_avg"), self._copies.size, out=momentum[at : at + n])
 
     def _keep_whole(self, kind: str, tensor: torch.Tensor) -> None:
         """Of a buffer that each rank has for the whole bucket."""
@@ -87,7 +93,7 @@ class BucketCollectives:
         self._low_rank = LowRank(self.bucket, group, owner.settings.rank, owner.base, owner.context.mesh.device)
         self._keep_whole(ERROR, self._low_rank.error)
         for m in self._low_rank.matrices:
-            self.ledger.alike.append((m.segment.name, self._low_rank.q(m).view(-1)))
+            self.ledger.alike.append((BASIS, m.segment.name, self._low_rank.q(m).view(-1)))
 
     def _make_meeting(self, local: Local) -> None:
         """What the groups say to each other, and what they keep for the next time."""
@@ -206,9 +212,10 @@ class BucketCollectives:
 
     def _meant(self, gradient: torch.Tensor) -> torch.Tensor:
         """What this rank has to say: its gradient, or its momentum. Sums on their way to another level are passed on."""
-        if self._momentum is None or gradient.numel() != self.bucket.padded:
+        update, traffic = self.owner.update, self.traffic
+        if self._momentum is None or gradient.numel() != self.bucket.padded or traffic.native(update):
             return gradient
-        return self._momentum.take(gradient, self.owner.passes, native=self.traffic.native(self.owner.update))
+        return self._momentum.take(gradient, self.owner.passes, self.owner.clip, first=traffic.native(update - 1))
 
     def _thin(self, gradient: torch.Tensor) -> bool:
         return (

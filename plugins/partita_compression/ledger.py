@@ -18,7 +18,8 @@ from partita.state.layout import BucketLayout
 from partita.state.slices import StateSlice, Term
 from partita.state.units import SHARED
 
-ERROR, MOMENTUM, ALIKE = "error", "momentum", "alike"
+ERROR, MOMENTUM = "error", "momentum"
+BASIS, SCALE = "basis", "scale"  # the same on all ranks: PowerSGD's thin matrices, the average factor of clipping
 SPEED = "speed"  # of DiLoCo: the same in all groups of ranks
 
 
@@ -61,7 +62,7 @@ class Finder:
 class Ledger:
     """Of one bucket on one rank. layout: a word for all that says who keeps what, equal on all ranks.
 
-    alike: (parameter, 1-D tensor) of what is the same on all ranks.
+    alike: (kind, parameter, 1-D tensor) of what is the same on all ranks.
     """
 
     mesh: Mesh
@@ -69,11 +70,11 @@ class Ledger:
     layout: str
     finder: Finder
     kept: list[Kept] = field(default_factory=list)
-    alike: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    alike: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
 
     def slices(self) -> list[StateSlice]:
         """All that is kept, parameter by parameter."""
-        out = [self._same(parameter, tensor) for parameter, tensor in self.alike]
+        out = [self._same(*what) for what in self.alike]
         for kept in self.kept:
             out += [self._slice(kept, name, lo, kept.tensor[at : at + n]) for name, lo, at, n in self._ranges(kept)]
         return out
@@ -105,9 +106,9 @@ class Ledger:
         heir = Heir(self.finder, (kept.kind, self._cut(), parameter), lo, lo + data.numel(), heirs)
         return StateSlice(key, (data.numel(),), data.dtype, 0, data.numel(), data, optional=True, instead=heir)
 
-    def _same(self, parameter: str, tensor: torch.Tensor) -> StateSlice:
-        key = self._key(ALIKE, "own", 0, parameter)
-        anyone = Heir(self.finder, (ALIKE, self._cut(), parameter), 0, tensor.numel(), None)
+    def _same(self, kind: str, parameter: str, tensor: torch.Tensor) -> StateSlice:
+        key = self._key(kind, "own", 0, parameter)
+        anyone = Heir(self.finder, (kind, self._cut(), parameter), 0, tensor.numel(), None)
         return StateSlice(key, (tensor.numel(),), tensor.dtype, 0, tensor.numel(), tensor, optional=True, instead=anyone.first)
 
     def _key(self, kind: str, name: str, lo: int, parameter: str) -> str:

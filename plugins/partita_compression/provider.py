@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from partita.errors import PartitaError
-from partita.runtime.collectives import CollectiveContext, Collectives, collectives_for
+from partita.runtime.collectives import CollectiveContext, Collectives, ReadState, collectives_for
 from partita.state.slices import StateSlice
 from partita_compression.bucket import BucketCollectives
 from partita_compression.formats import gather_format, reduce_format
 from partita_compression.hierarchy import Levels
 from partita_compression.ledger import Finder
 from partita_compression.settings import EXTENSION, Settings
+
+SMOOTHING = 0.9  # of the average factor of clipping
 
 
 class CompressedCollectives:
@@ -26,6 +30,10 @@ class CompressedCollectives:
         self.reduce_format = reduce_format(self.plan.collectives.gradient_reduce.format, self.settings.density)
         self.gather_format = gather_format(self.plan.collectives.parameter_gather.format)
         self.update = self.passes = 0
+        self._warmup = max((t.warmup or 0 for t in self.settings.traffic if t.momentum is not None), default=0)
+        self.scale = torch.zeros(
+            1
+        )  # average over the warm-up of what gradients were multiplied with; on the CPU: nobody waits for it
         self.meets = False  # somebody will bring the groups together
         self._buckets: list[BucketCollectives] = []
         self.reduce_scatter, self.all_reduce, self.all_gather = (
@@ -34,12 +42,12 @@ class CompressedCollectives:
             self.base.all_gather,
         )
 
-    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+    def for_bucket(self, bucket: Any, state: Any, groups: Any, read: ReadState) -> Collectives:
         """Holds what is kept of the bucket's messages."""
-        self._buckets.append(BucketCollectives(self, bucket, groups))
+        self._buckets.append(BucketCollectives(self, bucket, groups, read))
         return self._buckets[-1]
 
-    def begin_step(self, update: int) -> None:
+    def begin_step(self, update: int, scale: float) -> None:
         """Which update comes: warm-up ends by count. One that comes again was skipped the last time."""
         if self.settings.local is not None and not self.meets:
             raise PartitaError(
@@ -48,7 +56,14 @@ class CompressedCollectives:
         if update == self.update:
             for bucket in self._buckets:
                 bucket.clean()
+        elif 1 < update <= 1 + self._warmup:
+            self.scale.lerp_(torch.tensor([scale]), 1 - SMOOTHING)
         self.update, self.passes = update, self.passes + 1
+
+    @property
+    def clip(self) -> float:
+        """What clipping made of gradients on average, when the warm-up of momentum ended; 1 where nobody knows."""
+        return float(self.scale) / (1 - SMOOTHING**self._warmup) or 1.0
 
     def slices(self) -> list[StateSlice]:
         """Buckets have them."""

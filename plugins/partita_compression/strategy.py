@@ -237,11 +237,6 @@ def _check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
     if wire in CASTS and wire != "native":
         reason = f"{name} sends few bits with error feedback, and {wire} is a plain cast."
         problems.append(Problem("compression.gradient_reduce", reason, f"Leave it out, or use one of {', '.join(BLOCKS)}."))
-    if any(t.momentum is not None for t in settings.traffic) and draft.config.train.grad_clip > 0:
-        reason = (
-            f"after its warm-up {name} sends momentum: the norm of the gradient, by which it would be clipped, is known nowhere."
-        )
-        problems.append(Problem("train.grad_clip", reason, "Set train.grad_clip=0."))
     return problems
 
 

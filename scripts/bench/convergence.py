@@ -31,7 +31,6 @@ class Method(NamedTuple):
 
 
 PAIR, FOUR = ("parallel.data=2",), ("parallel.replicate=2", "parallel.shard=2", "compression.node_ranks=2")
-FREE = ("train.grad_clip=0",)
 METHODS: dict[str, Method] = {
     "uncompressed": Method(PAIR),
     "bf16": Method((*PAIR, "compression=bf16", "zero.stage=3")),
@@ -45,10 +44,9 @@ METHODS: dict[str, Method] = {
     "topk": Method((*PAIR, "compression=topk")),
     "powersgd": Method((*PAIR, "compression=powersgd")),
     "zero_one_adam": Method((*PAIR, "optimizer=zero_one_adam")),
-    "unclipped": Method((*PAIR, *FREE)),
-    "onebit_adam": Method((*PAIR, "+strategy=onebit_adam"), "unclipped"),
-    "onebit_adam, stage 3": Method((*PAIR, "+strategy=onebit_adam", "zero.stage=3"), "unclipped"),
-    "lamb": Method((*PAIR, *FREE, "optimizer=lamb", "optimizer.lr=0.01")),
+    "onebit_adam": Method((*PAIR, "+strategy=onebit_adam")),
+    "onebit_adam, stage 3": Method((*PAIR, "+strategy=onebit_adam", "zero.stage=3")),
+    "lamb": Method((*PAIR, "optimizer=lamb", "optimizer.lr=0.01")),
     "onebit_lamb": Method((*PAIR, "+strategy=onebit_lamb", "optimizer.lr=0.01"), "lamb"),
 }  # fmt: skip
 SHORT = ("model.layers=2", "model.width=128", "model.heads=4", "data.sequence=64", "data.limit=1048576", "tracker=none")

@@ -272,7 +272,7 @@ def kept_sums(engine: StateEngine) -> dict[tuple[str, str], torch.Tensor]:
     for bucket in engine.buckets:
         for s in bucket.wire_slices():
             words = s.key.split(".", 7)
-            if words[2] != "alike":
+            if words[2] in ("error", "momentum"):
                 lo = int(words[6])
                 sums[words[2], words[7]][lo : lo + s.data.numel()] += s.data
     for total in sums.values():

@@ -17,6 +17,7 @@ from partita.runtime.mesh import Group, Mesh
 from partita.runtime.transport import Transport, Work
 from partita.state.slices import StateSlice
 
+ReadState = Callable[[str], torch.Tensor]  # name of an optimizer state -> this rank's shard of it, after the last update
 GRADIENTS, WEIGHTS = "gradient_reduce", "parameter_gather"  # purposes, named as in the plan
 
 
@@ -32,11 +33,11 @@ class CollectiveContext:
 class Collectives(Protocol):
     """Slot `collective`."""
 
-    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+    def for_bucket(self, bucket: Any, state: Any, groups: Any, read: ReadState) -> Collectives:
         """For the buffers of one bucket (`BucketLayout`, `StateLayout`, `Groups`); all ranks ask in the same order."""
 
-    def begin_step(self, update: int) -> None:
-        """Before the first micro-batch of the update with that number, from 1."""
+    def begin_step(self, update: int, scale: float) -> None:
+        """Before the first micro-batch of the update with that number, from 1. scale: factor on the gradients of the one before."""
 
     def slices(self) -> list[StateSlice]:
         """State of its own that a checkpoint keeps, this rank's part."""
@@ -135,11 +136,11 @@ class GlooCollectives:
     def __init__(self, transport: Transport | None = None) -> None:
         self.transport = transport or Transport()
 
-    def for_bucket(self, bucket: Any, state: Any, groups: Any) -> Collectives:
+    def for_bucket(self, bucket: Any, state: Any, groups: Any, read: ReadState) -> Collectives:
         """Itself: it holds nothing."""
         return self
 
-    def begin_step(self, update: int) -> None:
+    def begin_step(self, update: int, scale: float) -> None:
         """Nothing to do."""
 
     def slices(self) -> list[StateSlice]:

@@ -100,7 +100,7 @@ class Bucket:
     ) -> None:
         self._journal = journal
         self.layout, self.groups, self._pool, self._homes = layout, groups, pool, homes
-        self._collectives = collectives.for_bucket(layout, state, groups)
+        self._collectives = collectives.for_bucket(layout, state, groups, self._read_state)
         self._placement: Placement = state.placement_of(layout)
         self.index = groups.index
         compute, master = dtype_of(state.precision.compute), dtype_of(state.precision.master)
@@ -182,6 +182,10 @@ class Bucket:
                 wide = self._spans[self.groups.gradients][1]
                 self.partial = torch.zeros(wide, dtype=self._accumulator_dtype, device=device)
         return Array(self.reduced)
+
+    def _read_state(self, name: str) -> torch.Tensor:
+        self.wait_updated()
+        return self.arrays[name].whole()
 
     @property
     def own(self) -> Array:

@@ -99,6 +99,7 @@ class StateEngine:
         self._pending: list[Unit] = []
         self._scale = torch.zeros((), dtype=torch.float32, device=self.device)
         self._micro = 0
+        self._factor = 1.0  # on the gradients of the last update
 
     # ------------------------------------------------------------------ building
 
@@ -204,7 +205,7 @@ class StateEngine:
         """Before the first micro-batch of an update."""
         self._micro = 0
         self.gathers.begin_step()
-        self._collectives.begin_step(self.updates + 1)
+        self._collectives.begin_step(self.updates + 1, self._factor)
         for unit in self.units:
             for bucket in unit.trainable:
                 bucket.begin_step()
@@ -394,7 +395,8 @@ class StateEngine:
         if not finite:
             return False
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
-        self._scale.fill_(factor / self.scaler.used)
+        self._factor = factor / self.scaler.used
+        self._scale.fill_(self._factor)
         self.updates += 1
         self.settle()
         for hyper, update in self._updates:
@@ -481,9 +483,10 @@ class StateEngine:
 
     def extra_state(self) -> dict[str, Any]:
         """What is not a tensor: count of updates, loss scale. JSON-able."""
-        return {"updates": self.updates, "scaler": self.scaler.state()}
+        return {"updates": self.updates, "scaler": self.scaler.state(), "factor": self._factor}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """The counterpart of `extra_state`."""
         self.updates = int(state["updates"])
         self.scaler.load(state["scaler"])
+        self._factor = float(state.get("factor", 1.0))
