@@ -249,6 +249,12 @@ class BucketCollectives:
         for kept in self.ledger.kept:
             torch.nan_to_num_(kept.tensor, 0.0, 0.0, 0.0)
 
+    def forget(self) -> None:
+        """Errors begin at nothing."""
+        for kept in self.ledger.kept:
+            if kept.kind == ERROR:
+                kept.tensor.zero_()
+
     def slices(self) -> list[StateSlice]:
         """What is kept, of ranks that save."""
         return self.ledger.slices()

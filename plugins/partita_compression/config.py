@@ -25,6 +25,12 @@ class CompressionConfig:
     # keep what packing loses and send it with the next message (Seide et al. 2014); null: where the format needs it (onebit, topk, powersgd).
     # Costs 4 bytes a parameter on each rank (and 4 more for the part it sums, where all ranks need the sum)
     error_feedback: bool | None = None
+    # share of the last error that stays in the next one, as an average (LoCo, Xie et al. 2024, uses 0.8 and less); 0: the error is what was lost
+    error_average: float = 0.0
+    # updates after which errors are forgotten (LoCo: 512); 0: never
+    error_reset: int = 0
+    # nearest, or stochastic: gradients in int8 and int4 are rounded up or down at random, with the right mean
+    rounding: str = "nearest"
     # share of train.steps during which gradients travel natively; 1-bit Adam (Tang et al. 2021, section 3.3) advises 0.15 to 0.25
     warmup: float = 0.0
     # flat, or hierarchical: inside each node first, then between nodes; the format is used between nodes only

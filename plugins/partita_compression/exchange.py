@@ -19,6 +19,7 @@ ALIGN = 64  # elements; see formats
 
 class Exchange:
     """Sums and gathers of one buffer over one group. elements: of the whole buffer. feedback: keep and send later what was lost.
+    average: share of the last error that stays in the next one (LoCo, Xie et al. 2024); 0: errors are what was lost, so that nothing is for good.
 
     Two errors where there is feedback: `sender` [elements, padded to the ranks] of what this rank sent to others, `owner` of what it
     shared of the part that it sums. The rank's own part never travels to be summed, so it loses nothing there; what a load has put
@@ -35,8 +36,9 @@ class Exchange:
         *,
         feedback: bool,
         shared: bool,
+        average: float = 0.0,
     ) -> None:
-        self.format, self.group, self.transport = format, group, transport
+        self.format, self.group, self.transport, self.average = format, group, transport, average
         self.part = -(-elements // (group.size * ALIGN)) * ALIGN if shared else elements // group.size
         self.errors: dict[str, torch.Tensor] = {}
         self.holes: dict[str, list[tuple[int, int]]] = {}  # ranges of an error for nothing but padding, which loses nothing
@@ -53,7 +55,7 @@ class Exchange:
         for i in range(n):
             if i != rank:
                 self.format.encode(rows[i], packets[i])
-                self._keep("sender", rows[i], packets[i])
+                self._keep("sender", rows[i], packets[i], source.view(n, -1)[i])
         self._fill_holes("sender")
         received = torch.empty_like(packets)
         work = self.transport.all_to_all(received, packets, self.group, GRADIENTS)
@@ -74,7 +76,7 @@ class Exchange:
             if "owner" in self.errors:
                 self.errors["owner"].add_(total)
                 self.format.encode(self.errors["owner"], packets[rank])
-                self._keep("owner", self.errors["owner"], packets[rank])
+                self._keep("owner", self.errors["owner"], packets[rank], total)
                 self._fill_holes("owner")
             else:
                 self.format.encode(total, packets[rank])
@@ -96,13 +98,15 @@ class Exchange:
         meant[self.group.rank].zero_()
         return meant, own
 
-    def _keep(self, name: str, meant: torch.Tensor, packet: torch.Tensor) -> None:
-        """Turn what was meant into what was lost, in place."""
+    def _keep(self, name: str, meant: torch.Tensor, packet: torch.Tensor, new: torch.Tensor) -> None:
+        """Turn what was meant, which is the last error and what is new, into the next error, in place."""
         if name not in self.errors:
             return
         arrived = torch.empty_like(meant)
         self.format.decode(packet, arrived)
-        meant.sub_(arrived)
+        meant.sub_(arrived, alpha=1 - self.average)
+        if self.average:
+            meant.sub_(new, alpha=self.average)
 
     def _fill_holes(self, name: str) -> None:
         for lo, hi in self.holes.get(name, ()):

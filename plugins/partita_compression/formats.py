@@ -59,6 +59,33 @@ class Blocks:
         quantize.dequantize_blocks_([codes], [scales], [out], self.kernel, self.block, add)
 
 
+class Stochastic(Blocks):
+    """`Blocks` of integers, rounded up or down at random so that the mean is right (Gupta et al. 2015). Noise is drawn anew from `begin`."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name, name)
+        self._noise = torch.Generator(device)
+
+    def begin(self, seed: int) -> None:
+        """The same noise again for the same seed and messages, so that runs can be repeated."""
+        self._noise.manual_seed(seed)
+
+    def encode(self, x: torch.Tensor, packet: torch.Tensor) -> None:
+        """See `Format`."""
+        (codes, scales), top = self._parts(packet, x.numel()), self._format.top
+        rows = quantize.in_blocks(x, self.block).float()
+        peak = rows.abs().amax(1)
+        scales.copy_(torch.where(rows.isfinite().all(1), peak / top, torch.nan))
+        steps = rows * torch.where(peak > quantize.TINY, top / peak, 0.0)[:, None]
+        noise = torch.rand(rows.shape, generator=self._noise, device=x.device)
+        values = steps.add_(noise).floor_().nan_to_num_(0.0, 0.0, 0.0).clamp_(-top, top).view(-1)[: x.numel()]
+        if self._format.per_byte == 1:
+            codes.copy_(values)
+        else:
+            pairs = quantize.in_blocks(values, 2).to(torch.int32) & 15
+            codes.copy_(pairs[:, 0] | pairs[:, 1] << 4)
+
+
 class OneBit:
     """The sign, and the mean magnitude of 1024 elements: 0.129 bytes an element (1-bit SGD, Seide et al. 2014)."""
 
@@ -153,8 +180,13 @@ FORMATS: dict[str, Format] = {
 CASTS: dict[str, Format] = {f.name: f for f in (Cast(torch.bfloat16), Cast(torch.float16))}
 
 
-def reduce_format(name: str, density: float) -> Format | None:
-    """Of gradients; None where they travel in a dtype, which the engine sees to, or in a way of their own. density: of top-k."""
+def reduce_format(name: str, density: float, stochastic: torch.device | None = None) -> Format | None:
+    """Of gradients; None where they travel in a dtype, which the engine sees to, or in a way of their own.
+
+    density: of top-k. stochastic: round at random, on that device.
+    """
+    if stochastic is not None:
+        return Stochastic(name, stochastic)
     return TopK(density) if name == "topk" else FORMATS.get(name)
 
 

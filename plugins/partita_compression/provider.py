@@ -10,7 +10,7 @@ from partita.errors import PartitaError
 from partita.runtime.collectives import CollectiveContext, Collectives, ReadState, collectives_for
 from partita.state.slices import StateSlice
 from partita_compression.bucket import BucketCollectives
-from partita_compression.formats import gather_format, reduce_format
+from partita_compression.formats import Stochastic, gather_format, reduce_format
 from partita_compression.hierarchy import Levels
 from partita_compression.ledger import Finder
 from partita_compression.settings import EXTENSION, Settings
@@ -27,7 +27,8 @@ class CompressedCollectives:
         self.base = collectives_for(context.mesh.device, context.transport)
         self.levels = Levels(context.mesh, self.settings.node_ranks)
         self.finder = Finder()
-        self.reduce_format = reduce_format(self.plan.collectives.gradient_reduce.format, self.settings.density)
+        device = context.mesh.device if self.settings.stochastic else None
+        self.reduce_format = reduce_format(self.plan.collectives.gradient_reduce.format, self.settings.density, device)
         self.gather_format = gather_format(self.plan.collectives.parameter_gather.format)
         self.update = self.passes = 0
         self._warmup = max((t.warmup or 0 for t in self.settings.traffic if t.momentum is not None), default=0)
@@ -58,6 +59,11 @@ class CompressedCollectives:
                 bucket.clean()
         elif 1 < update <= 1 + self._warmup:
             self.scale.lerp_(torch.tensor([scale]), 1 - SMOOTHING)
+        if self.settings.reset and update % self.settings.reset == 0 and update != self.update:
+            for bucket in self._buckets:
+                bucket.forget()
+        if isinstance(self.reduce_format, Stochastic):
+            self.reduce_format.begin(update * self.context.mesh.world + self.context.mesh.rank)
         self.update, self.passes = update, self.passes + 1
 
     @property

@@ -56,6 +56,7 @@ class Settings:
     inside a node native. node_ranks: ranks of a node, whose links count as fast. traffic: of each update rule, in the order of the
     run's rules, where one of them wants something of its own; empty: all as `warmup` says. rank: of
     PowerSGD, 0 without it. density: of top-k. local: groups of ranks that train for themselves.
+    average, reset: of errors, see `CompressionConfig`. stochastic: round at random.
     """
 
     warmup: int = 0
@@ -66,6 +67,9 @@ class Settings:
     rank: int = 0
     density: float = 0.0
     local: Local | None = None
+    average: float = 0.0
+    reset: int = 0
+    stochastic: bool = False
 
     def traffic_of(self, rule: int) -> Traffic:
         """Of the parameters under the rule of that number."""

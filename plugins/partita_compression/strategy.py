@@ -24,6 +24,8 @@ FORMATS = {
     "parameter_gather": (*CASTS, "int8", "int4", "fp8"),
     "expert_dispatch": ("native", "bfloat16", "int8", "fp8"),
 }
+INTEGERS = ("int8", "int4")
+ROUNDINGS = ("nearest", "stochastic")
 NEEDS_FEEDBACK = ("onebit", "topk", "powersgd")
 ALIASES = {"none": "native", "bf16": "bfloat16", "fp16": "float16"}
 ALGORITHMS = ("flat", "hierarchical")
@@ -82,7 +84,24 @@ def partita_decide(draft: PlanDraft) -> None:
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
     if packed:
         rank, density = config.rank if reduce == "powersgd" else 0, config.density if reduce == "topk" else 0.0
-        draft.extend(EXTENSION, Settings(warmup, feedback, config.levels == "slow", node, traffic, rank, density, local))
+        draft.extend(
+            EXTENSION,
+            Settings(
+                warmup, feedback, config.levels == "slow", node, traffic, rank, density, local, *_errors(draft, reduce, feedback)
+            ),
+        )
+
+
+def _errors(draft: PlanDraft, format: str, feedback: bool) -> tuple[float, int, bool]:
+    """Average and reset of errors, and whether rounding is stochastic."""
+    config = draft.config.compression
+    for key in ("error_average", "error_reset"):
+        if getattr(config, key) and (not feedback or format == "powersgd"):
+            draft.effect(f"compression.{key}", getattr(config, key), 0, "no errors of messages are kept")
+    stochastic = config.rounding == "stochastic"
+    if stochastic and format not in INTEGERS:
+        draft.effect("compression.rounding", "stochastic", "nearest", f"gradients travel as {format}, not as integers")
+    return config.error_average, config.error_reset, stochastic and format in INTEGERS
 
 
 def _size(draft: PlanDraft, format: str) -> float | None:
@@ -191,6 +210,14 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     if (wire.format in NEEDS_FEEDBACK or (settings and settings.traffic)) and config.error_feedback is False:
         reason = f"{wire.format} loses most of each message; without error feedback training does not converge."
         problems.append(Problem("compression.error_feedback", reason, "Leave it out, or use compression.gradient_reduce=int8."))
+    if config.rounding not in ROUNDINGS:
+        remedy = did_you_mean(config.rounding, ROUNDINGS).capitalize()
+        problems.append(Problem("compression.rounding", f"{config.rounding!r} is not one of {', '.join(ROUNDINGS)}.", remedy))
+    if not 0 <= config.error_average < 1 or config.error_reset < 0:
+        reason = (
+            f"an average of {config.error_average} of the last error, forgotten every {config.error_reset} updates, can't be had."
+        )
+        problems.append(Problem("compression.error_average", reason, "Use 0 or more, below 1; error_reset: 0 or more."))
     problems += [*_check_thin(plan, draft), *check_local(plan, draft)]
     if config.pipeline_activations != "native":
         reason = "activations between stages travel in the dtype of compute, in this version."

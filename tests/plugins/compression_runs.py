@@ -62,8 +62,26 @@ def messages(rank: int, world: int) -> dict[str, Any]:
             out[f"everywhere {n} {feedback}"] = _sum_everywhere(mesh, n, feedback)
     out["not finite"] = {name: _not_finite(mesh, name) for name in EVERY}
     out["gathered"] = _gathered(mesh)
+    out["average"] = _averaged(mesh)
     out["rows"] = {name: _rows(mesh, packing) for name, packing in [("native", None), *PACKINGS.items()]}
     return out
+
+
+def _averaged(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """The error of two messages to another rank, and what LoCo's formula gives."""
+    beta, group, n = 0.8, mesh.group(("shard",)), PART * mesh.world
+    exchange = Exchange(FORMATS["int4"], group, n, LoggedTransport(), CPU, feedback=True, shared=False, average=beta)
+    other = (mesh.rank + 1) % mesh.world
+    wanted, packet = torch.zeros(PART), torch.empty(FORMATS["int4"].size(PART), dtype=torch.uint8)
+    for step in range(2):
+        source = gradient(mesh.rank, step, n)
+        exchange.reduce_scatter(torch.empty(PART), source, accumulate=False).wait()
+        meant = wanted + source.view(mesh.world, -1)[other]
+        FORMATS["int4"].encode(meant, packet)
+        arrived = torch.empty(PART)
+        FORMATS["int4"].decode(packet, arrived)
+        wanted = beta * wanted + (1 - beta) * (meant - arrived)
+    return exchange.errors["sender"].view(mesh.world, -1)[other], wanted
 
 
 def _rows(mesh: Mesh, packing: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,8 @@ def test_nothing_sent_is_told(plan_of):
         ({"compression__gradient_reduce": "float16"}, "compression.gradient_reduce", "overflow above 65504"),
         ({"compression__parameter_gather": "onebit", "zero__stage": 3}, "compression.parameter_gather", "no wire format"),
         ({"compression__algorithm": "ring"}, "compression.algorithm", "'ring' is no algorithm"),
+        ({"compression__rounding": "up"}, "compression.rounding", "is not one of"),
+        ({"compression__error_average": 1.0}, "compression.error_average", "can't be had"),
         ({"compression__levels": "fast"}, "compression.levels", "is not one of"),
         ({"compression__warmup": 1.5}, "compression.warmup", "no share"),
         ({"compression__node_ranks": 0}, "compression.node_ranks", "no 0 ranks"),
@@ -96,8 +98,9 @@ def test_one_level_is_flat(plan_of):
 
 
 def test_options_without_a_use_are_told(plan_of):
-    planned = plan_of(launch__ranks=2, compression__error_feedback=True, compression__warmup=0.1)
-    assert {line.key for line in planned.manifest.differences()} == {"compression.error_feedback", "compression.warmup"}
+    useless = {"error_feedback": True, "warmup": 0.1, "error_average": 0.5, "error_reset": 9, "rounding": "stochastic"}
+    planned = plan_of(launch__ranks=2, **{f"compression__{k}": v for k, v in useless.items()})
+    assert {line.key for line in planned.manifest.differences()} == {f"compression.{k}" for k in useless}
 
 
 def test_rules_that_send_few_bits_say_what_travels(plan_of):

@@ -42,6 +42,7 @@ def test_messages() -> None:
             assert second.isfinite().all(), name
             if name != "topk":
                 torch.testing.assert_close(second, torch.full((512,), 4.0), rtol=0.05, atol=0)
+        torch.testing.assert_close(*rank["average"], rtol=1e-4, atol=1e-5)
         whole, true, sent = rank["gathered"]
         assert torch.equal(whole, got[0]["gathered"][0])
         assert (whole - true).norm() / true.norm() < 0.01
@@ -70,6 +71,8 @@ CASES: dict[str, Case] = {
     **{f"int8 {p}": Case(p, format="int8", settings=FEEDBACK) for p in PLACEMENTS},
     **{f"rounded {p}": Case(p, gather="int8") for p in PLACEMENTS[1:]},
     "onebit": ONEBIT,
+    "stochastic": Case("gradients", format="int8", settings=Settings(stochastic=True)),
+    "loco": Case("gradients", format="int4", settings=Settings(feedback=True, average=0.2, reset=4)),
     **FEW,
     **{f"adamw {p}": Case(p, "adamw", "none") for p in PLACEMENTS},
     "lamb": Case(format="none", rule="lamb"),
@@ -111,6 +114,8 @@ def test_int8_gradients_train_as_float32_does_at_every_stage(trained) -> None:
     for p in PLACEMENTS:
         near(trained[f"int8 {p}"], trained["plain replicated"], 5e-3)
         same_weights(trained[f"int8 {p}"])
+    near(trained["stochastic"], trained["plain replicated"], 1e-2)
+    ends_near(trained["loco"], trained["plain replicated"], 2e-2)
 
 
 def test_rounded_weights_are_the_same_everywhere_and_exact_ones_stay(trained) -> None:
