@@ -82,6 +82,7 @@ def partita_decide(draft: PlanDraft) -> None:
     }
     draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default", log=config.log))
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
+    errors = _errors(draft, reduce, feedback)
     if packed:
         rank, density = config.rank if reduce == "powersgd" else 0, config.density if reduce == "topk" else 0.0
         draft.extend(
