@@ -12,25 +12,11 @@ from partita.plan.plan import AXES, GRADIENT_AXES, Collectives, Plan, Wire
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
+from partita_compression.checks import check, ruled
 from partita_compression.config import CompressionConfig, LocalConfig
-from partita_compression.local_plan import check_local, decide_local
+from partita_compression.local_plan import decide_local
+from partita_compression.names import ALGORITHMS, ALIASES, BLOCKS, FORMATS, INTEGERS, LEVELS, NEEDS_FEEDBACK, RULES, SIZES
 from partita_compression.settings import EXTENSION, Local, Settings, Traffic
-
-CASTS = ("native", "bfloat16", "float16")  # the built-in collectives do these
-SIZES = {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256, "fp8": 1 + 4 / 256, "onebit": 1 / 8 + 4 / 1024}  # bytes of an element
-BLOCKS = (*SIZES, "topk", "powersgd")
-FORMATS = {
-    "gradient_reduce": (*CASTS, *BLOCKS),
-    "parameter_gather": (*CASTS, "int8", "int4", "fp8"),
-    "expert_dispatch": ("native", "bfloat16", "int8", "fp8"),
-}
-INTEGERS = ("int8", "int4")
-ROUNDINGS = ("nearest", "stochastic")
-NEEDS_FEEDBACK = ("onebit", "topk", "powersgd")
-ALIASES = {"none": "native", "bf16": "bfloat16", "fp16": "float16"}
-ALGORITHMS = ("flat", "hierarchical")
-LEVELS = ("all", "slow")
-RULES = {"onebit_adam": "adam", "zero_one_adam": "adam", "onebit_lamb": "lamb"}  # update rules -> their modules
 
 
 @hookimpl
@@ -70,7 +56,7 @@ def partita_decide(draft: PlanDraft) -> None:
     traffic = _traffic(draft, reduce)
     if traffic and sent and reduce == "native":
         reduce = "onebit"
-        draft.effect("compression.gradient_reduce", "native", reduce, f"{_ruled(draft)} sends few bits")
+        draft.effect("compression.gradient_reduce", "native", reduce, f"{ruled(draft)} sends few bits")
     node = config.node_ranks or draft.cluster.devices_per_node
     algorithm = _algorithm(draft, node)
     local = decide_local(draft)
@@ -82,15 +68,14 @@ def partita_decide(draft: PlanDraft) -> None:
     }
     draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default", log=config.log))
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
-    errors = _errors(draft, reduce, feedback)
+    average, reset, stochastic = _errors(draft, reduce, feedback)
     if packed:
-        rank, density = config.rank if reduce == "powersgd" else 0, config.density if reduce == "topk" else 0.0
-        draft.extend(
-            EXTENSION,
-            Settings(
-                warmup, feedback, config.levels == "slow", node, traffic, rank, density, local, *_errors(draft, reduce, feedback)
-            ),
-        )
+        settings = Settings(
+            warmup=warmup, feedback=feedback, slow_only=config.levels == "slow", node_ranks=node, traffic=traffic,
+            rank=config.rank if reduce == "powersgd" else 0, density=config.density if reduce == "topk" else 0.0, local=local,
+            average=average, reset=reset, stochastic=stochastic,
+        )  # fmt: skip
+        draft.extend(EXTENSION, settings)
 
 
 def _errors(draft: PlanDraft, format: str, feedback: bool) -> tuple[float, int, bool]:
@@ -129,26 +114,20 @@ def _traffic(draft: PlanDraft, format: str) -> tuple[Traffic, ...]:
     return tuple(t or Traffic(None if format == "native" else 0) for t in wanted)
 
 
-def _ruled(draft: PlanDraft) -> str:
-    """The update rules that want something of the wire, in words."""
-    names = dict.fromkeys([draft.config.optimizer.name, *(g.optimizer for g in draft.config.optimizer.groups)])
-    return "optimizer " + " and ".join(n for n in names if n in RULES)
-
-
-def _feedback(draft: PlanDraft, format: str, ruled: bool) -> bool:
+def _feedback(draft: PlanDraft, format: str, own: bool) -> bool:
     config = draft.config.compression
     if config.error_feedback and format not in BLOCKS:
         draft.effect("compression.error_feedback", True, False, f"gradients travel as {format}: nothing is packed in blocks")
-    needed = format in NEEDS_FEEDBACK or ruled
+    needed = format in NEEDS_FEEDBACK or own
     return format in BLOCKS and bool(needed if config.error_feedback is None else config.error_feedback)
 
 
-def _warmup(draft: PlanDraft, format: str, ruled: bool) -> int:
+def _warmup(draft: PlanDraft, format: str, own: bool) -> int:
     """Updates before the first one that is compressed."""
     asked = draft.config.compression.warmup
-    if ruled or format not in BLOCKS:
+    if own or format not in BLOCKS:
         if asked:
-            why = f"{_ruled(draft)} says when" if ruled else f"gradients travel as {format} from the start"
+            why = f"{ruled(draft)} says when" if own else f"gradients travel as {format} from the start"
             draft.effect("compression.warmup", asked, 0, why)
         return 0
     return round(asked * draft.config.train.steps)
@@ -195,77 +174,7 @@ def _algorithm(draft: PlanDraft, node: int) -> str:
 @hookimpl
 def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
     """What can't be had, or would go wrong in silence."""
-    config, wire = draft.config.compression, plan.collectives.gradient_reduce
-    scaled = plan.precision.loss_scale is not None
-    problems = _check_rules(plan, draft)
-    if wire.format == "float16" and plan.precision.compute != "float16" and not scaled:
-        reason = "gradients in float16 on the wire overflow above 65504, and no loss scale would notice (compute is not float16)."
-        remedy = "Use compression.gradient_reduce=bfloat16, or precision.loss_scale.enabled=true."
-        problems.append(Problem("compression.gradient_reduce", reason, remedy))
-    settings = plan.extensions.get(EXTENSION)
-    if settings is not None and settings.feedback and scaled and not settings.traffic:
-        reason = "errors are kept in units of the loss scale, which changes from step to step."
-        problems.append(
-            Problem("compression.error_feedback", reason, "Use precision=bf16 or fp32, or compression.error_feedback=false.")
-        )
-    if (wire.format in NEEDS_FEEDBACK or (settings and settings.traffic)) and config.error_feedback is False:
-        reason = f"{wire.format} loses most of each message; without error feedback training does not converge."
-        problems.append(Problem("compression.error_feedback", reason, "Leave it out, or use compression.gradient_reduce=int8."))
-    if config.rounding not in ROUNDINGS:
-        remedy = did_you_mean(config.rounding, ROUNDINGS).capitalize()
-        problems.append(Problem("compression.rounding", f"{config.rounding!r} is not one of {', '.join(ROUNDINGS)}.", remedy))
-    if not 0 <= config.error_average < 1 or config.error_reset < 0:
-        reason = (
-            f"an average of {config.error_average} of the last error, forgotten every {config.error_reset} updates, can't be had."
-        )
-        problems.append(Problem("compression.error_average", reason, "Use 0 or more, below 1; error_reset: 0 or more."))
-    problems += [*_check_thin(plan, draft), *check_local(plan, draft)]
-    if config.pipeline_activations != "native":
-        reason = "activations between stages travel in the dtype of compute, in this version."
-        problems.append(Problem("compression.pipeline_activations", reason, "Leave it out; precision=bf16 halves them."))
-    if not 0 <= config.warmup < 1:
-        problems.append(Problem("compression.warmup", f"{config.warmup} is no share of train.steps.", "Use 0 or more, below 1."))
-    if config.node_ranks is not None and config.node_ranks < 1:
-        problems.append(Problem("compression.node_ranks", f"a node has no {config.node_ranks} ranks.", "Use 1 or more, or null."))
-    return problems
-
-
-def _check_thin(plan: Plan, draft: PlanDraft) -> list[Problem]:
-    """What PowerSGD and top-k can't do."""
-    config, wire, problems = draft.config.compression, plan.collectives.gradient_reduce, []
-    if config.rank < 1:
-        problems.append(Problem("compression.rank", f"{config.rank} is no rank of a matrix.", "Use 1 or more."))
-    if not 0 < config.density <= 1:
-        problems.append(
-            Problem("compression.density", f"{config.density} is no share of the elements.", "Use more than 0, at most 1.")
-        )
-    if wire.format != "powersgd":
-        return problems
-    layout, cut = plan.layout, plan.placement.optimizer
-    copies = layout.size(tuple(a for a in GRADIENT_AXES if a not in cut))
-    narrower = any(
-        0 < layout.size(axes) < layout.size(cut) for axes in (plan.placement.parameters, plan.placement.gradients) if axes
-    )
-    if wire.algorithm == "hierarchical" or (layout.size(cut) > 1 and (copies > 1 or narrower)):
-        reason = "powersgd sums whole matrices over all data ranks at once; here gradients are summed level by level, in parts of matrices."
-        remedy = "Use compression.algorithm=flat and zero.stage 0 to 3, or another format."
-        problems.append(Problem("compression.gradient_reduce", reason, remedy))
-    return problems
-
-
-def _check_rules(plan: Plan, draft: PlanDraft) -> list[Problem]:
-    """What update rules that say what travels can't be combined with."""
-    settings = plan.extensions.get(EXTENSION)
-    if settings is None or not settings.traffic:
-        return []
-    name, wire, problems = _ruled(draft), plan.collectives.gradient_reduce.format, []
-    if plan.precision.loss_scale is not None:
-        reason = f"{name} keeps errors and momentum in units of the loss scale, which changes from step to step."
-        problems.append(Problem("optimizer.name", reason, "Use precision=bf16 or fp32."))
-    if wire in CASTS and wire != "native":
-        reason = f"{name} sends few bits with error feedback, and {wire} is a plain cast."
-        problems.append(Problem("compression.gradient_reduce", reason, f"Leave it out, or use one of {', '.join(BLOCKS)}."))
-    return problems
+    return check(plan, draft)
 
 
 @hookimpl
@@ -274,10 +183,13 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     settings = plan.extensions.get(EXTENSION)
     if settings is None:
         return []
-    layout, costs = plan.layout, []
+    layout, costs = plan.layout, list[Cost]()
     numel = draft.model.trainable // (layout.pipeline * layout.tensor)
     if any(t.momentum is not None for t in settings.traffic):
         costs.append(Cost("optimizer", "momentum of a rank's own gradients", 4 * numel))
+    if settings.local is not None:
+        each = numel // layout.size(plan.placement.optimizer)
+        costs.append(Cost("optimizer", "weights of the last meeting", 4 * each * (1 + (settings.local.momentum is not None))))
     if settings.feedback:
         if plan.collectives.gradient_reduce.algorithm == "hierarchical":
             numel //= settings.node_ranks
