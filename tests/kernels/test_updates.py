@@ -52,6 +52,28 @@ def test_lion_against_float64(formats, device, fresh_seed):
         close(got, lion_run(SIZES, formats[0], None, dtype=torch.float64, seed=fresh_seed), bound=2e-6)
 
 
+@pytest.mark.parametrize("copy_dtype", [None, BF16])
+@pytest.mark.parametrize(("seen", "frozen"), [(2, False), (2, True), (5, True)])
+def test_second_moments_that_do_not_follow_every_step(seen, frozen, copy_dtype, device, fresh_seed):
+    """Against the formula in float64; frozen ones stay to the bit."""
+    torch.manual_seed(fresh_seed)
+    p, g, m = (torch.randn(700) for _ in range(3))
+    v, lr, beta1, beta2, eps, decay = torch.rand(700), 0.1, 0.9, 0.95, 1e-8, 0.1
+    second = v.double() if frozen else beta2 * v.double() + (1 - beta2) * g.double() ** 2
+    first = beta1 * m.double() + (1 - beta1) * g.double()
+    root = (second / (1 - beta2**seen)).sqrt() + eps
+    want = p.double() * (1 - lr * decay) - lr * first / (1 - beta1**5) / root
+    got = [t.to(device) for t in (p, g, m, v)]
+    copy = None if copy_dtype is None else torch.zeros(700, dtype=copy_dtype, device=device)
+    kernels.adamw_(
+        *([t] for t in got), copies=[copy], step=5, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay,
+        scale=torch.ones((), device=device), seen=seen, frozen=frozen,
+    )  # fmt: skip
+    assert error(got[0].cpu(), want) < 5e-7 and error(got[2].cpu(), first) < 5e-7
+    assert torch.equal(got[3].cpu(), v) if frozen else error(got[3].cpu(), second) < 5e-7
+    assert copy is None or torch.equal(copy, got[0].to(copy_dtype))
+
+
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])
 def test_ranges_with_numbers_of_their_own(grad_dtype, device, fresh_seed):
     """One call with a list is the same as a call for each range."""
