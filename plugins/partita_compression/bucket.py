@@ -10,6 +10,7 @@ from partita.runtime.collectives import Collectives, ReadState, Then, Work
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout
 from partita.state.slices import StateSlice
+from partita.state.units import SHARED
 from partita_compression.exchange import Exchange, gather
 from partita_compression.formats import reduce_format
 from partita_compression.hierarchy import Hops
@@ -75,6 +76,8 @@ class BucketCollectives:
 
     def _seed(self, momentum: torch.Tensor) -> None:
         """This rank's share of the optimizer's momentum: of its shard, divided among the ranks that have the same."""
+        if self.bucket.unit.startswith(SHARED) and self.owner.context.mesh.coordinates["pipeline"]:
+            return  # what stages share is summed over them; the first one has it
         n, at = self.bucket.shard, self.groups.index * self.bucket.shard
         torch.div(self._read("exp_avg"), self._copies.size, out=momentum[at : at + n])
 
