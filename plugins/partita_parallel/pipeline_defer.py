@@ -37,7 +37,8 @@ class Deferral:
         """The gradient if no stash is open, else None, which tells autograd that none comes by this way."""
         if self._stash is None:
             return compute()
-        self._stash.append((parameter, compute))
+        # what was saved is a view of what the forward computed: outside of backward, products of it would begin a graph
+        self._stash.append((parameter, torch.no_grad()(compute)))
         return None
 
     def install(self, module: nn.Module) -> None:

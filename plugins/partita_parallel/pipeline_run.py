@@ -157,7 +157,6 @@ class PipelineExecutor:
             x = self._propagate(action)
         self._give_gradient(action, x)
 
-    @torch.no_grad()  # what was saved for it may look as if it were still to be differentiated
     def _backward_weight(self, action: Action) -> None:
         self._engine.collect(self._stashes.pop((action.stage, action.micro)), self._due(self._units[action.stage]))
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from layouts import assert_same, planned, reference, spec_of, train
 from pool import run_ranks
+from torch import nn
 
 from partita.plan.schedules import bubble
+from partita_parallel.pipeline_defer import Deferral
 from partita_parallel.pipeline_order import STAGES, course_of, orders, simulate
 
 # plain SGD shows a scale that Adam would hide; without clipping, so does the norm
@@ -129,6 +134,22 @@ def test_checkpoints_pass_between_layouts(tmp_path):
     for layout in layouts:
         losses += train(tmp_path, "model.layers=4", *layout, "train.resume=auto", steps=5, save=True)["losses"]
     assert losses == pytest.approx(expected["losses"][:15], rel=1e-5)
+
+
+def test_gradients_that_are_computed_later_are_those_of_autograd_and_begin_no_graph():
+    """A graph would keep the activations, and refuse sums that are written in place."""
+    whole = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4, bias=False))
+    parts, deferral, stash = copy.deepcopy(whole), Deferral(), []
+    deferral.install(parts)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    whole(x * 2).square().sum().backward()
+    with deferral.into(stash):
+        parts(x * 2).square().sum().backward()
+    assert all(p.grad is None for p in parts.parameters())
+    found = {id(p): compute() for p, compute in stash}
+    for expected, p in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert not found[id(p)].requires_grad
+        torch.testing.assert_close(found[id(p)], expected.grad)
 
 
 # ------------------------------------------------------------------ what schedules come to
