@@ -267,7 +267,10 @@ class Configs:
     """Overrides as somebody types them, from real keys and from noise."""
 
     def __init__(self, folder: Path) -> None:
+        from partita.config.compose import compose_config
+
         del folder
+        compose_config([])  # the first one imports all plug-ins
         self.keys = [
             "train.steps", "optimizer.lr", "model.width", "parallel.data", "precision", "+strategy", "zero.stage", "data", "model.options",
             "optimizer.betas", "optimizer.groups", "launch.ranks", "run.dir", "train.resume", "lr_schedule.warmup", "trian.steps", "+x.y", "~data",
