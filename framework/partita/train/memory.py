@@ -217,7 +217,8 @@ class MemorySnapshots:
         for name in sorted({name for node in everyone for name in node}):
             parts = {rank: about for node in everyone for rank, about in node.get(name, {}).items()}
             step, count, world = next(iter(parts.values()))
-            if set(parts) == set(range(world)) and (step, count) > best and step >= at_least:
+            whole = len(parts) == world and sorted(parts) == list(range(world))  # a damaged world may be any number
+            if whole and (step, count) > best and step >= at_least:
                 best, chosen = (step, count), name
         return chosen, [sorted(node.get(chosen, {})) for node in everyone]
 
