@@ -1,5 +1,6 @@
 """Chooses what gradients and weights look like on the wire, and carries it out."""
 
+from partita_compression.auto import partita_choices
 from partita_compression.config import CompressionConfig, LocalConfig
 from partita_compression.strategy import (
     partita_check,
@@ -19,6 +20,7 @@ __all__ = [
     "LocalConfig",
     "partita_api",
     "partita_check",
+    "partita_choices",
     "partita_config",
     "partita_decide",
     "partita_estimate",

@@ -131,15 +131,16 @@ class BucketCollectives:
         outside, inside: which of how many ranks this is, of those that have terms of the same elements, along other groups.
         """
         hops, settings = self._hops(group), self.owner.settings
-        outer = hops.outer if hops else group
+        outer = hops.outer[1] if hops else group
         if self._format is None or self.traffic.warmup is None or outer.size == 1:
             return
         if settings.slow_only and not self.owner.levels.slow(outer):
             return
-        g, place = (hops.inner.size, hops.inner.rank) if hops else (1, 0)
+        g, place = (hops.inner[0].size, hops.inner[0].rank) if hops else (1, 0)
+        second = (hops.outer[2] if hops else self.owner.context.mesh.group(group.axes, lane=1)) if shared else None
         exchange = Exchange(
             self._format, outer, -(-n // g), self.owner.context.transport, self.owner.context.mesh.device,
-            feedback=settings.feedback, shared=shared,
+            feedback=settings.feedback, shared=shared, second=second,
         )  # fmt: skip
         self._exchanges[group.ranks, n] = exchange
         row = (outside[0] * outer.size + outer.rank) * inside[1] + inside[0]
@@ -204,11 +205,11 @@ class BucketCollectives:
     def all_gather(self, buffer: torch.Tensor, group: Group) -> Work:
         """See `Collectives`."""
         owner = self.owner
-        if self._gather is None or group.size == 1:
-            return owner.base.all_gather(buffer, group)
         hops = self._hops(group)
         if hops is not None:
             return hops.all_gather(owner.base, self._gather, buffer)
+        if self._gather is None or group.size == 1:
+            return owner.base.all_gather(buffer, group)
         if owner.settings.slow_only and not owner.levels.slow(group):
             return owner.base.all_gather(buffer, group)
         return gather(self._gather, owner.context.transport, buffer, group)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass
 class CompressionConfig:
-    """A wire format for each purpose; `native` is the dtype that precision says."""
+    """A wire format for each purpose; `native` is the dtype that precision says. auto (both formats, and `algorithm`): the planner chooses
+    from the speed of the links."""
 
     # gradients, when they are reduced: native, bfloat16, float16, int8, int4, fp8, onebit, topk, powersgd; sums are made in float32 all the same
     gradient_reduce: str = "native"
@@ -39,8 +40,6 @@ class CompressionConfig:
     levels: str = "all"
     # ranks of a node; null: as the cluster says (cluster.devices_per_node)
     node_ranks: int | None = None
-    # count and time every message, by purpose, into the metrics: bytes sent, calls, seconds, exposed (not hidden) seconds
-    log: bool = False
 
 
 @dataclass

@@ -7,11 +7,14 @@ the sum over steps of what was meant minus what arrived is then exactly what the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from partita.runtime.collectives import GRADIENTS, WEIGHTS, Then
 from partita.runtime.mesh import Group
-from partita.runtime.transport import Transport, Work
+from partita.runtime.relay import Step
+from partita.runtime.transport import Chain, Transport, Work
 from partita_compression.formats import Format
 
 ALIGN = 64  # elements; see formats
@@ -20,6 +23,7 @@ ALIGN = 64  # elements; see formats
 class Exchange:
     """Sums and gathers of one buffer over one group. elements: of the whole buffer. feedback: keep and send later what was lost.
     average: share of the last error that stays in the next one (LoCo, Xie et al. 2024); 0: errors are what was lost, so that nothing is for good.
+    second: the same ranks with a communicator of its own, for the second message of `all_reduce`; needed where several are under way.
 
     Two errors where there is feedback: `sender` [elements, padded to the ranks] of what this rank sent to others, `owner` of what it
     shared of the part that it sums. The rank's own part never travels to be summed, so it loses nothing there; what a load has put
@@ -37,8 +41,10 @@ class Exchange:
         feedback: bool,
         shared: bool,
         average: float = 0.0,
+        second: Group | None = None,
     ) -> None:
         self.format, self.group, self.transport, self.average = format, group, transport, average
+        self.second = second or group
         self.part = -(-elements // (group.size * ALIGN)) * ALIGN if shared else elements // group.size
         self.errors: dict[str, torch.Tensor] = {}
         self.holes: dict[str, list[tuple[int, int]]] = {}  # ranges of an error for nothing but padding, which loses nothing
@@ -63,16 +69,26 @@ class Exchange:
 
     def all_reduce(self, buffer: torch.Tensor) -> Work:
         """Sum of a buffer [elements] over the group, in place and bit-identical on all ranks."""
+        steps, finish = self.steps(buffer)
+        if self.second is self.group:  # both messages in the order of all others of the group: the second one at the wait
+            return Chain(steps, finish)
+        return self.transport.chain(steps, buffer.device, GRADIENTS, finish)
+
+    def steps(self, buffer: torch.Tensor) -> tuple[list[Step], Callable[[], None]]:
+        """The two messages of `all_reduce`, and what there is to do when the second one has arrived."""
         n, rank = self.group.size, self.group.rank
         source = buffer
-        if buffer.numel() != n * self.part:
-            source = buffer.new_zeros(n * self.part)
-            source[: buffer.numel()].copy_(buffer)
+        packets = torch.empty(n, self.format.size(self.part), dtype=torch.uint8, device=buffer.device)
         total = torch.empty(self.part, dtype=torch.float32, device=buffer.device)
-        first = self.reduce_scatter(total, source, accumulate=False)
 
-        def share() -> None:
-            packets = torch.empty(n, self.format.size(self.part), dtype=torch.uint8, device=buffer.device)
+        def scatter() -> Work:
+            nonlocal source
+            if buffer.numel() != n * self.part:
+                source = buffer.new_zeros(n * self.part)
+                source[: buffer.numel()].copy_(buffer)
+            return self.reduce_scatter(total, source, accumulate=False)
+
+        def share() -> Work:
             if "owner" in self.errors:
                 self.errors["owner"].add_(total)
                 self.format.encode(self.errors["owner"], packets[rank])
@@ -80,12 +96,14 @@ class Exchange:
                 self._fill_holes("owner")
             else:
                 self.format.encode(total, packets[rank])
-            self.transport.share(packets.unbind(), self.group, GRADIENTS).wait()
+            return self.transport.share(packets.unbind(), self.second, GRADIENTS)
+
+        def finish() -> None:
             unpack(self.format, packets, source)
             if source is not buffer:
                 buffer.copy_(source[: buffer.numel()])
 
-        return Then([first], share)
+        return [scatter, share], finish
 
     def _meant(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank means to send, by receiver, and the part that stays here."""

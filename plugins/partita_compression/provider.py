@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from partita.errors import PartitaError
+from partita.plan.plan import AXES, EXPERT_AXES, GRADIENT_AXES
 from partita.runtime.collectives import CollectiveContext, Collectives, ReadState, collectives_for
 from partita.state.slices import StateSlice
 from partita_compression.bucket import BucketCollectives
@@ -37,11 +38,23 @@ class CompressedCollectives:
         )  # average over the warm-up of what gradients were multiplied with; on the CPU: nobody waits for it
         self.meets = False  # somebody will bring the groups together
         self._buckets: list[BucketCollectives] = []
+        if self.settings.slow_only or context.plan.collectives.gradient_reduce.algorithm == "hierarchical":
+            self.levels.check()
+        if self.reduce_format is not None:
+            self._make_lanes()
         self.reduce_scatter, self.all_reduce, self.all_gather = (
             self.base.reduce_scatter,
             self.base.all_reduce,
             self.base.all_gather,
         )
+
+    def _make_lanes(self) -> None:
+        """Second communicators of the sums over copies: made by all ranks in one order, whatever buckets their stages have."""
+        cut = self.plan.placement.optimizer
+        for axes in ((), EXPERT_AXES, ("tensor",)):
+            for partial in ((), ("tensor",)):
+                summed = (a for a in AXES if a in GRADIENT_AXES or a in partial)
+                self.context.mesh.group(tuple(a for a in summed if a not in axes and a not in cut), lane=1)
 
     def for_bucket(self, bucket: Any, state: Any, groups: Any, read: ReadState) -> Collectives:
         """Holds what is kept of the bucket's messages."""

@@ -12,6 +12,7 @@ from partita.plan.plan import AXES, GRADIENT_AXES, Collectives, Plan, Wire
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost
+from partita_compression.auto import packing
 from partita_compression.checks import check, ruled
 from partita_compression.config import CompressionConfig, LocalConfig
 from partita_compression.local_plan import decide_local
@@ -66,7 +67,7 @@ def partita_decide(draft: PlanDraft) -> None:
         "parameter_gather": Wire(algorithm, gather, _size(draft, gather)),
         "expert_dispatch": Wire(format=dispatch, size=SIZES.get(dispatch)),
     }
-    draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default", log=config.log))
+    draft.write("collectives", Collectives(**wires, provider="compressed" if packed else "default"))
     feedback, warmup = _feedback(draft, reduce, bool(traffic)), _warmup(draft, reduce, bool(traffic))
     average, reset, stochastic = _errors(draft, reduce, feedback)
     if packed:
@@ -179,11 +180,11 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
 
 @hookimpl
 def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
-    """Memory of what is kept between messages."""
-    settings = plan.extensions.get(EXTENSION)
+    """Memory of what is kept between messages, and the time of packing."""
+    settings, costs = plan.extensions.get(EXTENSION), packing(plan, draft)
     if settings is None:
-        return []
-    layout, costs = plan.layout, list[Cost]()
+        return costs
+    layout = plan.layout
     numel = draft.model.trainable // (layout.pipeline * layout.tensor)
     if any(t.momentum is not None for t in settings.traffic):
         costs.append(Cost("optimizer", "momentum of a rank's own gradients", 4 * numel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from partita.runtime.relay import Relayed
 from partita_diagnosis.beat import Beat
 
 # Not isend and irecv: P2POp takes torch's own functions only, and compares them by identity.
@@ -26,6 +28,8 @@ class Waited:
 
     def wait(self, *arguments: Any) -> Any:
         """Like the work's own."""
+        if not self._watch.mine():
+            return self._work.wait(*arguments)
         with self._watch:
             return self._work.wait(*arguments)
 
@@ -38,15 +42,23 @@ class Watch:
 
     def __init__(self, beat: Beat) -> None:
         self.seconds = 0.0
+        self._owner = threading.get_ident()
         self._beat, self._since = beat, 0.0
         self._before = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
         for name, function in self._before.items():
             setattr(dist, name, self._wrapped(name, function))
+        self._relayed = Relayed.wait
+        setattr(Relayed, "wait", self._waiting(Relayed.wait))  # noqa: B010
 
     def unwrap(self) -> None:
         """Put torch's own functions back."""
         for name, function in self._before.items():
             setattr(dist, name, function)
+        setattr(Relayed, "wait", self._relayed)  # noqa: B010
+
+    def mine(self) -> bool:
+        """Whether the training thread asks: what others wait for goes on beside its computing, and counts when it waits for them."""
+        return threading.get_ident() == self._owner
 
     def __enter__(self) -> None:
         if not self._beat.depth:
@@ -60,9 +72,22 @@ class Watch:
             self.seconds += time.perf_counter() - self._since
         self._beat.write()
 
+    def _waiting(self, wait: Callable[[Relayed], None]) -> Callable[[Relayed], None]:
+        """The wait for a chain of messages that other threads carry on."""
+
+        def waited(chain: Relayed) -> None:
+            if not self.mine():
+                return wait(chain)
+            with self:
+                wait(chain)
+
+        return waited
+
     def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
+            if not self.mine():
+                return function(*arguments, **options)
             if not self._beat.depth:
                 self._beat.calls += 1
                 self._beat.last = name

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
+from partita.runtime.traffic import outside, purpose_of, sending, sent
 
 Tensor = torch.Tensor
 # torch 2.13 renamed them; both are flat
@@ -28,7 +29,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or `op`) of x over the group, in a new tensor."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, op, group=group.process_group)
+    with sending(purpose_of(group), 2 * outside(out, group)):
+        dist.all_reduce(out, op, group=group.process_group)
     return out
 
 
@@ -39,7 +41,8 @@ class Gathering:
         self._dim = dim % x.ndim
         x = x.detach().contiguous()
         self._parts = x.new_empty((group.size, *x.shape))
-        self._work = _all_gather(self._parts.view(-1), x.view(-1), group=group.process_group, async_op=True)
+        work = _all_gather(self._parts.view(-1), x.view(-1), group=group.process_group, async_op=True)
+        self._work = sent(purpose_of(group), outside(self._parts, group), work, x)
 
     def wait(self) -> Tensor:
         """The whole tensor."""
@@ -58,9 +61,10 @@ class Scattering:
         self._native = send.device.type != "cpu"
         self._parts = torch.empty_like(send[0] if self._native else send)
         if self._native:
-            self._work = _reduce_scatter(self._parts.view(-1), send.view(-1), group=group.process_group, async_op=True)
+            work = _reduce_scatter(self._parts.view(-1), send.view(-1), group=group.process_group, async_op=True)
         else:
-            self._work = dist.all_to_all_single(self._parts, send, group=group.process_group, async_op=True)
+            work = dist.all_to_all_single(self._parts, send, group=group.process_group, async_op=True)
+        self._work = sent(purpose_of(group), outside(send, group), work, send)
         self._send = send  # alive until it has been sent
 
     def wait(self) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from partita.errors import PartitaError
 from partita.runtime.mesh import Group, Mesh
+from partita.runtime.traffic import sending, sent
 from partita_parallel.pipeline_order import BACKWARD, FORWARD, INPUT, Action, Orders
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,16 +109,20 @@ class Link:
         key, group = self._form_key(message), self._group(source, self._rank)
         if message.kind == FORWARD and not self._known(message):
             header = torch.zeros(HEADER, dtype=torch.int64, device=self._device)
-            dist.recv(header, group.ranks[source], group=group.process_group)
+            with sending("pipeline", 0):
+                dist.recv(header, group.ranks[source], group=group.process_group)
             code, ndim, *sizes = header.tolist()
             self._forms[key] = (tuple(sizes[:ndim]), DTYPES[code])
         shape, dtype = self._forms[key]
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        self._posted[message] = (dist.irecv(buffer, group.ranks[source], group=group.process_group), buffer)
+        work = sent("pipeline", 0, dist.irecv(buffer, group.ranks[source], group=group.process_group), buffer)
+        self._posted[message] = (work, buffer)
 
     def _start(self, tensor: torch.Tensor, peer: int) -> None:
         group = self._group(self._rank, peer)
-        self._sending.append((dist.isend(tensor, group.ranks[peer], group=group.process_group), tensor))
+        work = dist.isend(tensor, group.ranks[peer], group=group.process_group)
+        size = tensor.numel() * tensor.element_size()
+        self._sending.append((sent("pipeline", size, work, tensor), tensor))
 
     def _group(self, source: int, to: int) -> Group:
         """By direction of travel: what goes up never waits for what comes down."""

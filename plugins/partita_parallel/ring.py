@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from partita.runtime.mesh import Group
+from partita.runtime.traffic import purpose_of, sent
 from partita_parallel import blocks
 from partita_parallel.functional import Gathering
 
@@ -56,9 +57,11 @@ class _Passing:
         self._sent, self._received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
         after, before = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
         handle = group.process_group
-        self._works = dist.batch_isend_irecv(
+        works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, self._sent, after, handle), dist.P2POp(dist.irecv, self._received, before, handle)]
         )
+        size = self._sent.numel() * self._sent.element_size()
+        self._works = [sent(purpose_of(group), size * (i == 0), work, self._sent) for i, work in enumerate(works)]
 
     def wait(self) -> Tensor:
         for work in self._works:

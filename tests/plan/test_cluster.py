@@ -52,6 +52,25 @@ def test_launchers_say_how_many_ranks_there_are():
 
 
 @pytest.mark.parametrize(
+    ("environment", "nodes", "near"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}, 2, 2),
+        ({"LOCAL_WORLD_SIZE": "2"}, 2, 2),
+        ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}, 1, 1),  # uneven: 3 here, 1 there
+        ({"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}, 1, 1),  # the same, seen from there
+        ({}, 1, 1),
+    ],
+)
+def test_launchers_say_over_how_many_nodes_the_ranks_are_spread(monkeypatch, environment, nodes, near):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", **environment}.items():
+        monkeypatch.setenv(name, value)
+    here = find_cluster(ClusterConfig(calibration="none"), LaunchConfig())
+    if not here.accelerator:
+        assert (here.nodes, here.devices_per_node) == (nodes, near)
+
+
+@pytest.mark.parametrize(
     ("reported", "row"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),

@@ -159,6 +159,8 @@ class TrainConfig:
     keep_best: int = 0  # kept as well: this many with the lowest evaluation loss
     on_save_error: str = "stop"  # stop, warn (training goes on; `latest` stays where it was)
     log_every: int = 10  # steps between lines on the console (metrics.jsonl has every step)
+    # count and time every message between ranks, by purpose: into the metrics, and as a table and a picture at the end
+    communication_log: bool = False
     resume: str = AUTO  # auto (the newest checkpoint in run.dir, if any), never, or a path to a checkpoint
     resume_optimizer: bool = True  # false: take weights, step and schedule of a checkpoint; moments begin at zero
     resume_partial: bool = False  # load what the checkpoint has for this model and report the rest, which stays as initialised

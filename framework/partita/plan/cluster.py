@@ -89,7 +89,7 @@ class Cluster:
     def words(self) -> str:
         """For the head of the plan table."""
         if not self.accelerator and not self.described:
-            return f"this machine: {self.cores} CPU cores"
+            return f"this machine: {self.cores} CPU cores" if self.nodes == 1 else f"{self.nodes} nodes of {self.cores} CPU cores"
         where = "described" if self.described else "this machine"
         return f"{where}: {self.nodes} x {self.devices_per_node} {self.device}"
 
@@ -100,7 +100,7 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
     Raises ConfigError for a device that the table does not have and that is not described either.
     """
     described = any(getattr(config, name) is not None for name in ("nodes", "devices_per_node", "device"))
-    base = _describe(config) if described else _measured(_find(), config.calibration)
+    base = _describe(config) if described else _spread(_measured(_find(), config.calibration), os.environ)
     ranks, source = _ranks(base, launch)
     values: dict[str, Any] = {name: getattr(config, name) for name in WRITTEN if getattr(config, name) is not None}
     if config.flops is not None:
@@ -113,7 +113,19 @@ def find_cluster(config: Any, launch: Any) -> Cluster:
 
 def this_machine(cluster: Cluster) -> str:
     """Under which name its measurements are kept."""
-    return machine_key(cluster.device, cluster.cores, cluster.devices_per_node)
+    return machine_key(cluster.device, cluster.cores, cluster.devices_per_node if cluster.accelerator else 1)
+
+
+def _spread(here: Cluster, environment: Mapping[str, str]) -> Cluster:
+    """This machine as one of the nodes over which a launcher has spread its ranks; nodes with unlike numbers of ranks count as one."""
+    joined = joined_ranks(environment)
+    near = joined_ranks_here(environment)
+    if joined is None or not near or joined[0] <= near or joined[0] % near:
+        return here
+    nodes = joined[0] // near
+    if int(environment.get("GROUP_WORLD_SIZE", nodes)) != nodes:
+        return here
+    return replace(here, nodes=nodes, devices_per_node=near)
 
 
 def _measured(here: Cluster, configured: str) -> Cluster:
@@ -233,6 +245,17 @@ def joined_ranks(environment: Mapping[str, str]) -> tuple[int, str] | None:
         return int(environment["WORLD_SIZE"]), "WORLD_SIZE"
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return int(environment["SLURM_STEP_NUM_TASKS"]), "Slurm"
+    return None
+
+
+def joined_ranks_here(environment: Mapping[str, str]) -> int | None:
+    """Ranks of this node, where the launcher tells."""
+    if "LOCAL_WORLD_SIZE" in environment:
+        return int(environment["LOCAL_WORLD_SIZE"])
+    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
+        nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+        tasks = int(environment["SLURM_STEP_NUM_TASKS"])
+        return tasks // nodes if tasks % nodes == 0 else None
     return None
 
 

@@ -79,12 +79,15 @@ def communication_costs(draft: PlanDraft, plan: Plan) -> list[Cost]:
     behind = 2 / 3 if placement.gradients else 2 / 3 / schedule.micro_batches
     width = layout.size(cut)
     sent = partial(_in_buckets, draft, plan)
+    wires = plan.collectives
+    near_gradients = _inside(wires.gradient_reduce, draft.model.trainable * size_of(plan.precision.reduce) // share)
+    near_weights = _inside(wires.parameter_gather, weights)
     wider = tuple(a for a in cut if a not in placement.parameters)
     costs = [
-        sent(cut, "gradients scattered", gradients, "scatter", times, behind),
-        sent(rest, "gradients summed", gradients // width, "sum", 1, behind),
-        sent(placement.parameters, "weights gathered", weights, "gather", _gathers(draft, plan), 1.0),
-        sent(wider, "weights after the update", weights // stored, "gather", 1, 0.0),
+        sent(cut, "gradients scattered", gradients, "scatter", times, behind, near_gradients),
+        sent(rest, "gradients summed", gradients // width, "sum", 1, behind, near_gradients and near_gradients // width),
+        sent(placement.parameters, "weights gathered", weights, "gather", _gathers(draft, plan), 1.0, near_weights),
+        sent(wider, "weights after the update", weights // stored, "gather", 1, 0.0, near_weights and near_weights // stored),
     ]
     return [c for c in costs if c.bytes]
 
@@ -100,13 +103,35 @@ def _gathers(draft: PlanDraft, plan: Plan) -> float:
 
 
 def _in_buckets(
-    draft: PlanDraft, plan: Plan, axes: tuple[str, ...], what: str, data: int, operation: str, times: float, overlap: float
+    draft: PlanDraft,
+    plan: Plan,
+    axes: tuple[str, ...],
+    what: str,
+    data: int,
+    operation: str,
+    times: float,
+    overlap: float,
+    inside: int | None,
 ) -> Cost:
-    """One message for each unit of a stage: latency counts for each."""
+    """One message for each unit of a stage: latency counts for each. inside: bytes in a node, where the algorithm has two levels."""
     buckets = max(1, len(draft.model.units) // plan.layout.pipeline)
+    near = None if inside is None else inside / buckets
     return message(
-        draft.cluster, plan.layout, axes, what, data / buckets, operation, times=times * buckets, overlap=min(1.0, overlap)
+        draft.cluster,
+        plan.layout,
+        axes,
+        what,
+        data / buckets,
+        operation,
+        times=times * buckets,
+        overlap=min(1.0, overlap),
+        inside=near,
     )
+
+
+def _inside(wire: Wire, size: int) -> int | None:
+    """Bytes inside a node for an algorithm with two levels."""
+    return size if wire.algorithm == "hierarchical" else None
 
 
 def _wire_size(wire: Wire, native: str) -> float:

@@ -41,7 +41,8 @@ def group_of(cluster: Cluster, layout: Layout, axes: tuple[str, ...]) -> Group:
 def seconds(cluster: Cluster, group: Group, operation: str, data: float) -> float:
     """Time of one operation on `data` bytes: of the whole buffer, or of the message for `send`. 0 where no bandwidth is known.
 
-    A ring crosses from node to node once for each rank that shares the node, so each of them brings its own link along.
+    A ring crosses from node to node once for each rank that shares the node, so each of them brings its own link along. CPU ranks
+    exchange with everyone.
     """
     if group.size == 1 and operation != "send":
         return 0.0
@@ -49,6 +50,26 @@ def seconds(cluster: Cluster, group: Group, operation: str, data: float) -> floa
     if not bandwidth:
         return 0.0
     return _latency(cluster, group, operation) + moved(group.size, operation, data) / bandwidth
+
+
+def two_levels(group: Group) -> tuple[Group, Group] | None:
+    """The group inside a node, and between the nodes at one place of each; None where it has one level, or nodes with unlike shares."""
+    if not 1 < group.near < group.size or group.size % group.near:
+        return None
+    return Group(group.near, group.near), Group(group.size // group.near, 1)
+
+
+def stages(group: Group, operation: str, data: float, inside: float) -> list[tuple[Group, str, float]]:
+    """The operations that one operation in two levels is made of: a node's ranks share what crosses to other nodes.
+
+    data: bytes of the whole buffer as it travels between nodes; inside: as it travels in a node.
+    """
+    levels = two_levels(group)
+    assert levels is not None
+    near, far = levels
+    if operation == "sum":
+        return [(near, "scatter", inside), (far, "sum", data / near.size), (near, "gather", inside)]
+    return [(near, operation, inside), (far, operation, data / near.size)]
 
 
 def moved(ranks: int, operation: str, data: float) -> float:
@@ -63,7 +84,10 @@ def _bandwidth(cluster: Cluster, group: Group) -> float | None:
         return cluster.intra_bandwidth
     if cluster.inter_bandwidth is None:
         return None
-    across = cluster.inter_bandwidth * group.near
+    if not cluster.accelerator:  # every rank sends to every other one, so that most of it leaves the node
+        across = cluster.inter_bandwidth * (group.size - 1) / (group.size - group.near)
+    else:
+        across = cluster.inter_bandwidth * group.near
     return min(across, cluster.intra_bandwidth) if cluster.intra_bandwidth and group.near > 1 else across
 
 
@@ -90,14 +114,18 @@ def message(
     times: float = 1,
     overlap: float = 0.0,
     repeated: bool = False,
+    inside: float | None = None,
 ) -> Cost:
     """The cost of `times` operations on `data` bytes each in one step, between the ranks along `axes`.
 
-    overlap, repeated: as in `Cost`.
+    overlap, repeated: as in `Cost`. inside: in two levels, where the group has them, and then this many bytes inside a node.
     """
     group = group_of(cluster, layout, axes)
-    sent = int(moved(group.size, operation, data) * times) if group.size > 1 else 0
-    spent = seconds(cluster, group, operation, data) * times * crowd(cluster, layout) if sent else 0.0
+    parts = [(group, operation, data)]
+    if inside is not None and two_levels(group):
+        parts = stages(group, operation, data, inside)
+    sent = int(sum(moved(g.size, o, d) for g, o, d in parts) * times) if group.size > 1 else 0
+    spent = sum(seconds(cluster, g, o, d) for g, o, d in parts) * times * crowd(cluster, layout) if sent else 0.0
     return Cost("communication", what, sent, group.place, spent, overlap=overlap, repeated=repeated)
 
 

@@ -157,13 +157,12 @@ class Wire:
 
 @dataclass(frozen=True)
 class Collectives:
-    """A wire for each purpose. provider: name in slot `collective` of what carries them out. log: count and time every message."""
+    """A wire for each purpose. provider: name in slot `collective` of what carries them out."""
 
     gradient_reduce: Wire = Wire()
     parameter_gather: Wire = Wire()
     expert_dispatch: Wire = Wire()
     provider: str = "default"
-    log: bool = False
 
 
 @dataclass(frozen=True)

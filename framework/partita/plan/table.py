@@ -91,7 +91,16 @@ def _sections(planned: Planned) -> Iterator[tuple[str, str]]:
     wires = plan.collectives
     reduced = precision.reduce if wires.gradient_reduce.format == "native" else wires.gradient_reduce.format
     gathered = precision.compute if wires.parameter_gather.format == "native" else wires.parameter_gather.format
-    yield "on the wire", f"gradients {reduced}, weights {gathered}"
+    levels = "; in two levels" if wires.gradient_reduce.algorithm != "flat" else ""
+    yield "on the wire", f"gradients {reduced}, weights {gathered}{levels}{_link_words(planned)}"
+
+
+def _link_words(planned: Planned) -> str:
+    """How fast the links are that it travels on."""
+    cluster = planned.cluster
+    rates = {"in a node": cluster.intra_bandwidth, "between nodes": cluster.inter_bandwidth if cluster.nodes > 1 else None}
+    known = [f"{words(rate)}/s {where}" for where, rate in rates.items() if rate and planned.plan.layout.world > 1]
+    return f" (links: {', '.join(known)})" if known else ""
 
 
 def _precision_words(plan: Plan) -> str:

@@ -28,7 +28,7 @@ def arithmetic() -> dict[str, Any]:
     }
 
 
-def links(spec: RunSpec) -> dict[str, Any]:
+def links(spec: RunSpec | None = None) -> dict[str, Any]:
     """Entry of a rank: links inside this node, and between nodes where the ranks are on several. Rank 0's answer counts."""
     device, rank, world = Device.current(), dist.get_rank(), dist.get_world_size()
     hosts: list[str] = [""] * world

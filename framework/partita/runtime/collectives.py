@@ -14,7 +14,7 @@ import torch
 
 from partita.plan.plan import Plan
 from partita.runtime.mesh import Group, Mesh
-from partita.runtime.transport import Transport, Work
+from partita.runtime.transport import Chain, Transport, Work
 from partita.state.slices import StateSlice
 
 ReadState = Callable[[str], torch.Tensor]  # name of an optimizer state -> this rank's shard of it, after the last update
@@ -73,21 +73,6 @@ class Then:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-
-
-class Chain:
-    """Works one after the other: each begins when the one before it is done, the first one at once."""
-
-    def __init__(self, starts: list[Callable[[], Work]]) -> None:
-        self._starts = starts[1:]
-        self._work = starts[0]()
-
-    def wait(self) -> None:
-        """Wait for all."""
-        self._work.wait()
-        while self._starts:
-            self._work = self._starts.pop(0)()
-            self._work.wait()
 
 
 def nested_all_gather(collectives: Collectives, buffer: torch.Tensor, levels: Sequence[Group]) -> Work:

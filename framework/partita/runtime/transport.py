@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
+from partita.runtime.relay import Relay, Step, Work
+from partita.runtime.traffic import Tally, Traffic, outside
 
-
-class Work(Protocol):
-    """A message under way."""
-
-    def wait(self) -> Any:
-        """Blocks (or, on an accelerator, makes the stream wait) until the result is there."""
+__all__ = ["All", "Chain", "LoggedTransport", "Tally", "Transport", "Work"]
 
 
 class Transport:
     """Asynchronous messages among the ranks of a group of two or more. purpose: for the log, such as `gradient_reduce`."""
 
+    def __init__(self) -> None:
+        self._relay = Relay()
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Group, purpose: str) -> Work:
         """Part i of `sent` goes to rank i, whose part for this rank lands at i of `received`."""
-        return self._note(purpose, _outside(sent, group), dist.all_to_all_single, received, sent, group=group.process_group)
+        return self._note(purpose, outside(sent, group), dist.all_to_all_single, received, sent, group=group.process_group)
 
     def swap(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
         """The same from rank to rank: part i of `sent` goes to rank i, whose part lands in part i of `received`; this rank's own stay.
@@ -54,11 +52,23 @@ class Transport:
 
     def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, group: Group, purpose: str) -> Work:
         """The backend's own reduce-scatter (sum)."""
-        return self._note(purpose, _outside(whole, group), dist.reduce_scatter_tensor, mine, whole, group=group.process_group)
+        return self._note(purpose, outside(whole, group), dist.reduce_scatter_tensor, mine, whole, group=group.process_group)
 
     def all_reduce(self, buffer: torch.Tensor, group: Group, purpose: str) -> Work:
         """The backend's own all-reduce (sum), in place. Counted as a ring sends it: twice (n - 1) / n of the buffer."""
-        return self._note(purpose, 2 * _outside(buffer, group), dist.all_reduce, buffer, group=group.process_group)
+        return self._note(purpose, 2 * outside(buffer, group), dist.all_reduce, buffer, group=group.process_group)
+
+    def chain(self, steps: Sequence[Step], device: torch.device, purpose: str, finish: Callable[[], None] | None = None) -> Work:
+        """Messages that follow one another, each sent when the one before it has arrived; then `finish`. The first is sent now.
+
+        Where the host waits for messages (a CPU), threads carry the chain on while the caller computes: each step must then use a
+        communicator of its own position (`partita.runtime.relay`). Elsewhere it goes on at the wait.
+        """
+        return self._relay.start(steps, finish) if device.type == "cpu" else Chain(steps, finish)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._relay.close()
 
     def _note(self, purpose: str, size: int, call: Any, *tensors: Any, group: Any) -> Work:
         return call(*tensors, group=group, async_op=True)
@@ -73,10 +83,6 @@ def _swap(
     return All(dist.batch_isend_irecv(operations))
 
 
-def _outside(buffer: torch.Tensor, group: Group) -> int:
-    return buffer.numel() * buffer.element_size() * (group.size - 1) // group.size
-
-
 class All:
     """Several works as one."""
 
@@ -89,47 +95,50 @@ class All:
             work.wait()
 
 
-@dataclass
-class Tally:
-    """Of one purpose. bytes: sent by this rank to others. seconds: from start to the end of the wait, so computing in between counts
-    too. exposed: seconds that this rank stood waiting; the rest was hidden behind computing."""
+class Chain:
+    """Works one after the other: each begins when the one before it is done, the first one at once, the others in the wait."""
 
-    calls: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    exposed: float = 0.0
+    def __init__(self, starts: Sequence[Step], finish: Callable[[], None] | None = None) -> None:
+        self._starts, self._finish = list(starts[1:]), finish
+        self._work = starts[0]()
+
+    def wait(self) -> None:
+        """Wait for all, then finish, once."""
+        self._work.wait()
+        while self._starts:
+            self._work = self._starts.pop(0)()
+            self._work.wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
 
 
-@dataclass
 class LoggedTransport(Transport):
-    """Counts and times what it sends. On an accelerator a wait only orders streams, so its exposed time says little there."""
+    """Counts and times what it sends. On an accelerator a wait only orders streams, so its times say little there."""
 
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        super().__init__()
+        self.traffic = traffic or Traffic()
+        self._arrivals = Relay()
 
     def take(self) -> dict[str, Tally]:
         """What was sent since the last call, by purpose."""
-        taken, self.tallies = self.tallies, {}
-        return taken
+        return self.traffic.take()
+
+    def chain(self, steps: Sequence[Step], device: torch.device, purpose: str, finish: Callable[[], None] | None = None) -> Work:
+        """See `Transport`."""
+        return self.traffic.waited(purpose, super().chain(steps, device, purpose, finish))
+
+    def close(self) -> None:
+        """See `Transport`."""
+        super().close()
+        self._arrivals.close()
 
     def _note(self, purpose: str, size: int, call: Any, *tensors: Any, group: Any) -> Work:
-        tally = self.tallies.setdefault(purpose, Tally())
-        tally.calls += size > 0  # a broadcast of somebody else's part is none of ours
-        tally.bytes += size
-        start = time.perf_counter()
+        self.traffic.begin(purpose, size)
         work = call(*tensors, group=group, async_op=True)
-        return _Timed(work, self, purpose, start, tensors)
-
-
-class _Timed:
-    """Holds the tensors too: a message must not outlive its buffers."""
-
-    def __init__(self, work: Work, log: LoggedTransport, purpose: str, start: float, tensors: Any) -> None:
-        self._work, self._log, self._purpose, self._start, self._tensors = work, log, purpose, start, tensors
-
-    def wait(self) -> None:
-        before = time.perf_counter()
-        self._work.wait()
-        now = time.perf_counter()
-        tally = self._log.tallies.setdefault(self._purpose, Tally())
-        tally.seconds += now - self._start
-        tally.exposed += now - before
+        if isinstance(work, All) and tensors[0][0].device.type == "cpu":
+            # messages between two ranks tell nobody when they arrive: a thread waits for them
+            relayed = self._arrivals.start([lambda: work], lambda: self.traffic.end(purpose))
+            return self.traffic.waited(purpose, relayed)
+        return self.traffic.under_way(purpose, work, tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from partita.errors import RunInterrupted
+from partita.errors import ConfigError, RunInterrupted
 from partita.runtime import failure, phase
 from partita.runtime.device import Device
 from partita.runtime.logs import Logs
@@ -87,6 +88,8 @@ def _work(entry: Entry, spec: RunSpec, origin: Origin, logs: Logs) -> Outcome:
     logs.header(f"{_now()} rank {rank} of {world}, process {os.getpid()}, {threads} threads, started by {origin.name}")
     phase.set(step=0, phase="connect")
     _connect(spec)
+    if origin.board is None:
+        _agree(spec, rank)
     watch = Watch(failure.folder(spec.job.dir) / failure.FIRST, origin.parent)
     watch.start()
     try:
@@ -109,6 +112,18 @@ def _connect(spec: RunSpec) -> None:
         dist.init_process_group(device.backend, timeout=limit, device_id=own)
     else:
         dist.init_process_group(device.backend, timeout=limit, device_id=own, store=store, rank=rank, world_size=world)
+
+
+def _agree(spec: RunSpec, rank: int) -> None:
+    """Ranks that others have started plan for themselves. Raises ConfigError where they came to different plans."""
+    digests: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(digests, zlib.crc32(repr(spec.plan).encode()))
+    odd = [r for r, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ConfigError(
+            f"rank {odd[0]} has made another plan than rank 0 (this is rank {rank}): its node differs in config, devices, or number "
+            "of ranks\n    -> start the same command with the same number of ranks on every node"
+        )
 
 
 def _disconnect() -> None:

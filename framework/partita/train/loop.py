@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -173,7 +172,7 @@ def _metrics(run: Run, step: int, loss: float, norm: float, lr: float, tokens: i
     if run.engine.scaler.skips:
         metrics |= {"loss_scale": run.engine.scaler.value, "skipped": run.engine.scaler.skipped}
     if isinstance(run.transport, LoggedTransport):
-        metrics["communication"] = {k: asdict(v) for k, v in run.transport.take().items()}
+        metrics["communication"] = run.communication.add(seconds, run.transport.take())
     metrics |= run.gauges
     run.gauges = {}
     flops = getattr(run.model, "flops_per_token", None)
@@ -259,6 +258,9 @@ def _finish(run: Run, progress: Progress, metrics: dict[str, Any], saved: int) -
         _save(run, score)
     if config.sample:
         sample(run, progress)
+    if config.communication_log and run.rank == 0:
+        run.pictures["communication"] = run.communication.write(run.dir)
+        progress.say(run.communication.table())
     _tolerate(run, run.checkpoints.wait)
     latest = run.checkpoints.latest()
     out["checkpoint"] = str(latest) if latest else None

@@ -26,11 +26,13 @@ from partita.runtime.mesh import Mesh
 from partita.runtime.rng import name_generator
 from partita.runtime.signals import StopFlag
 from partita.runtime.spec import MEMORY, RunSpec
+from partita.runtime.traffic import Traffic, watch
 from partita.runtime.transport import LoggedTransport, Transport
 from partita.state.engine import StateEngine
 from partita.state.optimizers import rule_names
 from partita.state.tiers import Tier, TierRequest
 from partita.train.checkpoint import Checkpointer
+from partita.train.communication import CommunicationLog
 from partita.train.kernels import use_kernels
 from partita.train.memory import MemorySnapshots
 from partita.train.metrics import MetricsFile
@@ -72,6 +74,7 @@ class Run:
     vetoes: list[Callable[[int, float, float], str]] = field(default_factory=list)
     pictures: dict[str, Path] = field(default_factory=dict)  # SVG files that plug-ins have made of the run, for trackers, by name
     view: View = field(default_factory=View)
+    communication: CommunicationLog = field(default_factory=CommunicationLog)  # filled where train.communication_log asks for it
 
     @property
     def rank(self) -> int:
@@ -85,10 +88,11 @@ class Run:
 
     def close(self) -> None:
         """Release what the run holds, as far as it was built; called also after errors, so nothing here may need another rank."""
-        for name in ("data", "checkpoints", "memory", "metrics", "engine"):
+        for name in ("data", "checkpoints", "memory", "metrics", "engine", "transport"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
+        watch(None)
 
 
 def worker(spec: RunSpec) -> dict[str, Any]:
@@ -147,7 +151,7 @@ def _build(run: Run) -> None:
         model = transform.apply(model, run)
     run.model = model.train()
     rule, *others = [registry.provide("optimizer", name)(config.optimizer) for name in rule_names(config.optimizer)]
-    run.transport = LoggedTransport() if run.plan.collectives.log else Transport()
+    run.transport = _transport(run)
     context = CollectiveContext(run.mesh, run.plan, run.transport)
     collectives = registry.provide("collective", run.plan.collectives.provider)(context)
     tiers = make_tiers(run)
@@ -179,6 +183,15 @@ def _memory(run: Run) -> MemorySnapshots:
         return MemorySnapshots(run.dir / MEMORY, run.mesh, run.spec.memory)
     name = hashlib.sha256(str(run.dir.absolute()).encode()).hexdigest()[:12]
     return MemorySnapshots(Path(run.config.train.memory_path) / f"partita_memory_{os.getuid()}_{name}", run.mesh)
+
+
+def _transport(run: Run) -> Transport:
+    """What sends messages; it counts and times them where that is asked for, and then also those of layers among themselves."""
+    if not run.config.train.communication_log:
+        return Transport()
+    traffic = Traffic()
+    watch(traffic)
+    return LoggedTransport(traffic)
 
 
 def _step_context(run: Run, loss: Any) -> StepContext:

@@ -132,11 +132,17 @@ def _rows(taken: Candidate, accepted: list[Candidate], found: Found, refused: li
         if c.seconds < taken.seconds or not accepted
     ]
     unlike: list[Row] = []
+    seen = {_kind(taken)}
     for c in found.best:
-        if c is not taken and c.seconds >= taken.seconds and c.plan.layout != taken.plan.layout:
+        if c.seconds >= taken.seconds and _kind(c) not in seen:
+            seen.add(_kind(c))
             unlike.append(Row(plan_words(c.plan), c.seconds, f"{c.seconds / taken.seconds - 1:.1%} slower"))
     faster = sorted([*large[:SHOWN], *refused[:SHOWN]], key=lambda r: r.seconds)
     return rows + faster[:SHOWN] + unlike[: SHOWN - 2]
+
+
+def _kind(candidate: Candidate) -> tuple[Any, ...]:
+    return candidate.plan.layout, candidate.plan.collectives
 
 
 def _unknown_speed(draft: PlanDraft) -> Problem:

@@ -24,4 +24,12 @@ def plan_words(plan: Plan) -> str:
         parts.append(f"recompute {plan.activations.default}")
     away = [f"{s} on {getattr(plan.tiers, s).place}" for s in ("parameters", "gradients", "optimizer", "activations")]
     parts += [a for a in away if not a.endswith("accelerator")]
+    parts += wire_words(plan)
     return ", ".join(parts)
+
+
+def wire_words(plan: Plan) -> list[str]:
+    """What travels other than natively, and in two levels."""
+    wires = {"gradients": plan.collectives.gradient_reduce, "weights": plan.collectives.parameter_gather}
+    found = [f"{what} as {wire.format}" for what, wire in wires.items() if wire.format != "native"]
+    return found + ["in two levels"] * any(wire.algorithm != "flat" for wire in wires.values())

@@ -19,6 +19,7 @@ from partita.plugin.types import Cost
 KEPT = 24  # best plans that are remembered
 # Of plans that differ by less than this share for each feature in use, the simpler one is taken: predictions are not that good.
 SIMPLE = 0.005
+LOSSY = 10  # features that a wire counts for which changes numbers: it must save some 5 % of the step
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ def features(plan: Plan) -> int:
     away = sum(getattr(tiers, s).place != "accelerator" for s in ("parameters", "gradients", "optimizer", "activations"))
     inner = sum(getattr(layout, a) > 1 for a in ("pipeline", "replicate", "context", "tensor", "expert"))
     cut = sum(bool(getattr(plan.placement, s)) for s in ("parameters", "gradients", "optimizer"))
-    return inner + away + cut + (plan.activations.default != "keep") + (plan.schedule.name not in ("none", "1f1b"))
+    wires = (plan.collectives.gradient_reduce, plan.collectives.parameter_gather)
+    lossy = sum(LOSSY for wire in wires if wire.format != "native")
+    levels = plan.collectives.gradient_reduce.algorithm != "flat"
+    return (
+        inner + away + cut + lossy + levels + (plan.activations.default != "keep") + (plan.schedule.name not in ("none", "1f1b"))
+    )
 
 
 @dataclass
