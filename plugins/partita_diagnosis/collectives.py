@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -76,9 +77,7 @@ class Watch:
         """The wait for a chain of messages that other threads carry on."""
 
         def waited(chain: Relayed) -> None:
-            if not self.mine():
-                return wait(chain)
-            with self:
+            with self if self.mine() else nullcontext():
                 wait(chain)
 
         return waited
