@@ -76,10 +76,8 @@ def volumes(rank: int, world: int, folder: str, namespaces: list[Path]) -> dict[
             whole.view(world, -1)[[r for r in range(world) if r != rank]] = 0.0
             before = _carried()
             reduce_scatter(part, sources[rank]).wait()
-            dist.barrier()
             between = _carried()
             all_gather(whole).wait()
-            dist.barrier()
             after = _carried()
             error = max(float((part - mine).norm() / mine.norm()), float((whole - true).norm() / true.norm()))
             tallies = {k: v.bytes for k, v in transport.take().items()}
@@ -97,7 +95,10 @@ def _seconds(transport: LoggedTransport, group: Any) -> tuple[float, float]:
 
 
 def _carried() -> int:
+    """Bytes that this node's link has carried, all ranks agreed on the moment."""
+    dist.barrier()
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+    dist.barrier()
     return int(next(line for line in lines if LINK in line).split(":")[1].split()[8])
 
 
