@@ -63,7 +63,7 @@ def test_a_killed_program_leaves_neither_processes_nor_links() -> None:
     children = [int(pid) for pid in process.stdout.readline().split()]
     assert len(children) == 3 and all(psutil.pid_exists(pid) for pid in children)
     process.kill()
-    process.wait()
+    process.communicate()
     end = time.monotonic() + 5
     while any(psutil.pid_exists(pid) for pid in children) and time.monotonic() < end:
         time.sleep(0.02)

@@ -27,6 +27,7 @@ LINK = "partita0"  # the interface of every node
 SUBNET = "10.77.0"  # a node's last byte is its number + 1
 BURST = 128 * 1024  # bytes that pass at once; a segment that the kernel sends in one piece must fit
 QUEUE = 16 * 1024 * 1024  # bytes that may wait for their turn; TCP keeps far less there, so nothing is lost
+GRACE = 4.0  # seconds that other ranks get to report, too, after a first failure
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 
@@ -277,7 +278,7 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout: float) -> bool:
         if all(s is not None for s in states):
             return True
         if any(states) and not failed:
-            failed, end = True, min(end, time.monotonic() + 10)
+            failed, end = True, min(end, time.monotonic() + GRACE)
         time.sleep(0.05)
     return failed
 
