@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -121,7 +122,8 @@ def judge(run: Path, ranks: int, ended: dict[int, int], positions: list[phase.Po
         if len(silent) > 1:
             cause += f"; so ended rank {', '.join(map(str, sorted(silent)[1:9]))}: a whole node may be lost"
         failure = Failure(silent[0], where.step, where.phase, cause, time.time())
-        (folder(run) / FIRST).write_text(json.dumps(asdict(failure)))
+        with contextlib.suppress(OSError):  # a full disk: the message says it all the same
+            (folder(run) / FIRST).write_text(json.dumps(asdict(failure)))
         return _error(run, ranks, failure, lost=len(silent))
     if reports:
         return _error(run, ranks, min(reports, key=lambda f: f.time), _scattered(positions))

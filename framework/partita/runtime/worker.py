@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -58,8 +59,10 @@ def run_spawned(entry: Entry, spec: RunSpec, origin: Origin) -> Outcome:
     try:
         return _work(entry, spec, origin, logs)
     except BaseException as error:
-        failure.report(spec.job.dir, rank, error)
-        _leave(1)
+        try:
+            failure.report(spec.job.dir, rank, error)
+        finally:
+            _leave(1)  # also where the disk is too full for a report: the parent says how this process ended
 
 
 def run_joined(entry: Entry, spec: RunSpec, origin: Origin) -> Outcome:
@@ -152,8 +155,9 @@ def _first(run: Path, own: failure.Failure) -> failure.Failure:
 
 def _leave(status: int) -> NoReturn:
     """End the process now; threads and collectives of a failed rank may never end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 
