@@ -17,7 +17,7 @@ from partita_kernels.dispatch import Operation
 from partita_kernels.flat import Batch, Copies, PerRange, State, Tensors, batches, spread
 from partita_kernels.jit import kernel
 from partita_kernels.rounding import Rounding
-from partita_kernels.update import Rule, by_numbers
+from partita_kernels.update import Rule, by_numbers, give_back
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -107,7 +107,7 @@ def _step(p, g, m, v, numbers, FLAG: tl.constexpr):
 
 
 def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
-    """torch divides by grad_scale and writes the result into the gradient, so a factor of one isn't passed."""
+    """torch divides by grad_scale and writes the result into the gradient: a factor of one isn't passed, any other is taken back."""
     update: Any = torch._fused_adamw_ if flag & DECOUPLED else torch._fused_adam_
     factor = float(scale)
     for numbers, params, grads, first, second in by_numbers(batch):
@@ -117,6 +117,7 @@ def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
             grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor if factor else math.inf), found_inf=None,
         )  # fmt: skip
+        give_back(grads, factor)
 
 
 RULE = Rule(0, _piece, _step, _fused)

@@ -15,7 +15,7 @@ from partita_kernels.dispatch import Operation
 from partita_kernels.flat import Batch, Copies, PerRange, State, Tensors, batches, spread
 from partita_kernels.jit import kernel
 from partita_kernels.rounding import Rounding
-from partita_kernels.update import Rule, by_numbers
+from partita_kernels.update import Rule, by_numbers, give_back
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -75,7 +75,7 @@ def _step(p, g, b, unused, numbers, FLAG: tl.constexpr):
 
 
 def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
-    """torch divides by grad_scale and writes the result into the gradient, so a factor of one isn't passed."""
+    """torch divides by grad_scale and writes the result into the gradient: a factor of one isn't passed, any other is taken back."""
     factor = float(scale)
     for (lr, momentum, decay), params, grads, *buffers in by_numbers(batch):
         torch._fused_sgd_(
@@ -83,6 +83,7 @@ def _fused(batch: Batch, scale: torch.Tensor, flag: int) -> None:
             nesterov=bool(flag & NESTEROV), maximize=False, is_first_step=False,
             grad_scale=None if factor == 1.0 else torch.tensor(1.0 / factor if factor else math.inf), found_inf=None,
         )  # fmt: skip
+        give_back(grads, factor)
 
 
 RULE = Rule(1, _piece, _step, _fused)

@@ -209,6 +209,18 @@ def test_bad_gradients_reach_weights_and_copies(bad, device):
     assert c.isnan().nonzero().flatten().tolist() == [3, 37]
 
 
+def test_gradients_stay_as_they_are(device, fresh_seed):
+    """Torch's fused updates leave the product with the scale in them; whoever reads gradients after a step means those of backward."""
+    g, scale = torch.randn(1000).to(device), torch.tensor(0.3, device=device)
+    left = g.clone()
+    p, m, v = (torch.zeros(1000, device=device) for _ in range(3))
+    kernels.adamw_(
+        [p], [left], [m], [v], copies=[None], step=1, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, scale=scale
+    )
+    kernels.sgd_([p], [left], None, copies=[None], lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0, scale=scale)
+    torch.testing.assert_close(left, g, rtol=1e-6, atol=0.0)
+
+
 def test_lengths_that_differ_are_refused(device):
     with pytest.raises(ValueError, match="range 0"):
         sgd_once(torch.zeros(2, device=device), torch.zeros(1, device=device))
