@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from partita_kernels import native
-from partita_kernels.flat import Batch, Tensors, is_set
+from partita_kernels.flat import Batch, is_set
 from partita_kernels.jit import kernel, language_type
 from partita_kernels.rounding import (
     BLOCK8,
@@ -107,7 +107,7 @@ def _pieces(batch: Batch) -> Iterator[tuple[int, slice]]:
             yield i, slice(start, min(start + CHUNK, p.numel()))
 
 
-def give_back(grads: Tensors, factor: float) -> None:
+def give_back(grads: list[torch.Tensor], factor: float) -> None:
     """Undo the product with `factor` that torch's fused updates leave in the gradients: callers may look at them after an update."""
     if factor not in (0.0, 1.0):
         torch._foreach_mul_(grads, 1.0 / factor)
