@@ -90,6 +90,7 @@ class StateEngine:
         self._copies = Copies(self.stages, mesh)
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
+        self._hooks: list[Any] = []  # handles
         self.share = 1.0  # of one token in the objective, set by the executor: for terms that are attached inside the model
         self._order: Sequence[Unit] = ()  # to be reduced by the backward under way
         self._ended: list[Unit] = []  # units in the order in which their gradients were complete
@@ -197,7 +198,9 @@ class StateEngine:
                 for k, parameter in enumerate(bucket.parameters):
                     assert parameter is not None
                     self._slots[parameter] = (unit, bucket, k)
-                    parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
+                    self._hooks.append(
+                        parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
+                    )
 
     # ------------------------------------------------------------------ backward
 
@@ -417,7 +420,9 @@ class StateEngine:
         self._homes.settle()
 
     def close(self) -> None:
-        """Give back what lies outside of this process's memory, and end threads. The engine is unusable then."""
+        """Give back what lies outside of this process's memory, end threads, and let go of the model. The engine is unusable then."""
+        for hook in self._hooks:  # a parameter that autograd still knows would keep all states alive
+            hook.remove()
         self._far.close()
         self._homes.close()
 
