@@ -123,17 +123,17 @@ def test_a_rank_holds_its_stages_only_and_tied_copies_stay_equal(tmp_path):
 
 
 def test_checkpoints_pass_between_layouts(tmp_path):
-    """10 updates in one layout, the next 10 in another, as often as there are pairs here: all are those of one rank."""
+    """Updates in one layout, the next ones in another: all are those of one rank."""
     layouts = [
         ("parallel.pipeline=2", "parallel.data=2", "+strategy=zero3", "train.micro_batch=1"),
         ("parallel.pipeline=1", "parallel.data=2", "+strategy=zero1"),
         ("parallel.pipeline=2", "parallel.data=1", "parallel.schedule=zbv", "train.micro_batch=2"),
     ]
-    expected = reference("model.layers=4")
+    expected = reference("model.layers=4", steps=15)
     losses = []
     for layout in layouts:
         losses += train(tmp_path, "model.layers=4", *layout, "train.resume=auto", steps=5, save=True)["losses"]
-    assert losses == pytest.approx(expected["losses"][:15], rel=1e-5)
+    assert losses == pytest.approx(expected["losses"], rel=1e-5)
 
 
 def test_gradients_that_are_computed_later_are_those_of_autograd_and_begin_no_graph():

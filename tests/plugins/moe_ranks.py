@@ -18,7 +18,7 @@ from layouts import spec_of
 from pool import run_ranks
 
 from partita.models.llama import SwiGlu
-from partita.plan.plan import Layout
+from partita.plan.plan import Layout, Plan
 from partita.runtime.mesh import Mesh
 from partita_moe.change import _layer, share_experts
 from partita_moe.layer import MoeLayer
@@ -88,7 +88,7 @@ def whole_run(degree: int, rank: int) -> Any:
     """As much of a run as an expert layer asks for."""
     engine = SimpleNamespace(share=1.0, scaler=SimpleNamespace(value=1.0), recomputing=False)
     layout = Layout(shard=degree, expert=degree)
-    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=SimpleNamespace(layout=layout), engine=engine)
+    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=Plan(layout=layout), engine=engine)
 
 
 def compare_layer(rank: int, world: int, kind: tuple[int, str, int], lengths: list[int]) -> dict[str, float]:

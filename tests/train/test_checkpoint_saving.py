@@ -305,7 +305,7 @@ def test_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path) -> Non
         for info in list_checkpoints(tmp_path):
             verify(info.path)
             assert read_weights(info.path)["x"].eq(info.step).all()
-    assert progressed >= 12
+    assert progressed >= 6  # of the lives that were given time
 
 
 def _save_until(folder: Path, step: int, operation: int) -> None:
