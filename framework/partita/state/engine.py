@@ -14,6 +14,7 @@ ranks, whatever the order in which a rank finishes them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -193,14 +194,20 @@ class StateEngine:
         if any(b.groups.shard.size > 1 for b in self.buckets) or self._homes.any:
             self.gathers.install()
         self._slots: dict[nn.Parameter, tuple[Unit, Bucket, int]] = {}
+        # autograd may know a parameter for longer than anyone else, and its hooks must not keep all states and groups alive
+        engine = weakref.ref(self)
+
+        def arrived(parameter: Any) -> None:
+            alive = engine()
+            if alive is not None:
+                alive._arrived(parameter)
+
         for unit in self.units:
             for bucket in unit.trainable:
                 for k, parameter in enumerate(bucket.parameters):
                     assert parameter is not None
                     self._slots[parameter] = (unit, bucket, k)
-                    self._hooks.append(
-                        parameter.register_post_accumulate_grad_hook(lambda p, u=unit, b=bucket, k=k: self._arrived(u, b, k, p))
-                    )
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     # ------------------------------------------------------------------ backward
 
@@ -277,13 +284,14 @@ class StateEngine:
                 unit.arrived = unit.expected
                 self._issue_ready()
 
-    def _arrived(self, unit: Unit, bucket: Bucket, segment: int, parameter: nn.Parameter) -> None:
+    def _arrived(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:  # an operation left it for later, or had none to give
             return
         if self._stash is not None:
             self._stash.append((parameter, gradient))
             return
+        unit, bucket, segment = self._slots[parameter]
         bucket.collect(segment, gradient)
         unit.arrived += 1
         if unit.arrived == unit.expected:
@@ -421,7 +429,7 @@ class StateEngine:
 
     def close(self) -> None:
         """Give back what lies outside of this process's memory, end threads, and let go of the model. The engine is unusable then."""
-        for hook in self._hooks:  # a parameter that autograd still knows would keep all states alive
+        for hook in self._hooks:
             hook.remove()
         self._far.close()
         self._homes.close()
