@@ -46,7 +46,6 @@ def launch(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None = Non
 
 def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> tuple[Outcome, bool]:
     run = spec.job.dir
-    failure.clear(run)
     # A forked rank has all imports made already. After an accelerator has been touched, fork is not safe.
     method = "spawn" if torch.accelerator.is_available() else "fork"
     log.info("starting %d rank%s on this machine (%s); logs in %s", ranks, "s" * (ranks > 1), method, failure.folder(run))
@@ -56,6 +55,7 @@ def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> t
         supervisor = Supervisor(board, spec.config["launch"]["grace"], leave_at)
         try:
             with supervisor:
+                failure.clear(run)
                 outcome = elastic_launch(_launch_config(ranks, method), run_spawned)(entry, spec, origin)[0]
             return outcome, supervisor.to_grow
         except ChildFailedError:
