@@ -67,7 +67,7 @@ def bound(case: dict[str, str]) -> float:
 
 
 def cases() -> list[Any]:
-    """The first of them cover most pairs and always run; the rest, which complete the pairs, on request."""
+    """The first of them always run; the rest, which complete the pairs, on request."""
     rest = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="completes the pairs: PARTITA_LONG_TESTS=1 runs it")
     return [pytest.param(c, id="-".join(c.values()), marks=[rest] * (i >= 5)) for i, c in enumerate(pairwise_cases())]
 
