@@ -98,6 +98,19 @@ def twist(value: Any, rng: random.Random) -> Any:
 # ------------------------------------------------------------------ readers
 
 
+def damage(path: Path, rng: random.Random, sealed: bool) -> None:
+    """Change a file. sealed: a document whose checksum fits what has become of it, so that its reader gets to the contents."""
+    from partita.train import storage
+
+    if not sealed:
+        path.write_bytes(scramble(path.read_bytes(), rng))
+        return
+    content = storage.read_sealed(path)
+    del content["sha256"]
+    twisted = twist(content, rng)
+    storage.write_sealed(path, twisted if isinstance(twisted, dict) else content)
+
+
 class Checkpoints:
     """Our own checkpoints."""
 
@@ -114,20 +127,14 @@ class Checkpoints:
         made.save(3, slices, {"step": 3, "bytes": b"abc", "t": (1, 2)}, {"rng": {"a": (1,)}}, score=0.5)
 
     def __call__(self, rng: random.Random) -> None:
-        from partita.train import checkpoint, storage
+        from partita.train import checkpoint
         from partita.train.dcp import PartitaReader
 
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.whole, self.folder)
         inside = self.folder / "step-00000003"
         path = rng.choice([*inside.iterdir(), self.folder / "latest"])
-        if path.suffix == ".json" and rng.random() < 0.7:
-            content = storage.read_sealed(path)
-            del content["sha256"]
-            twisted = twist(content, rng)
-            storage.write_sealed(path, twisted if isinstance(twisted, dict) else content)
-        else:
-            path.write_bytes(scramble(path.read_bytes(), rng))
+        damage(path, rng, sealed=path.suffix == ".json" and rng.random() < 0.7)
         a = torch.zeros(12, dtype=rng.choice((torch.float32, torch.bfloat16, torch.int64)))
         readers: list[Callable[[], Any]] = [
             lambda: checkpoint.list_checkpoints(self.folder),
@@ -161,7 +168,6 @@ class Memory:
         return MemorySnapshots(folder, Mesh(Layout(), 0, torch.device("cpu")))
 
     def __call__(self, rng: random.Random) -> None:
-        from partita.train import storage
         from partita.train.loading import load_slices
 
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -172,13 +178,7 @@ class Memory:
             link.unlink()
             link.symlink_to(kept)
         path = rng.choice([*inside.iterdir(), *self.folder.glob("*.memory")])
-        if path.suffix in (".json", ".part") and rng.random() < 0.8:
-            content = storage.read_sealed(path)
-            del content["sha256"]
-            twisted = twist(content, rng)
-            storage.write_sealed(path, twisted if isinstance(twisted, dict) else content)
-        else:
-            path.write_bytes(scramble(path.read_bytes(), rng))
+        damage(path, rng, sealed=path.suffix in (".json", ".part") and rng.random() < 0.8)
         found = self._open(self.folder).restore(lambda _index: {0}, rng.randrange(4))
         if found is not None:
             load_slices(found, [self.slice("model.a", (12,), torch.float32, 2, 9, torch.zeros(7))])
