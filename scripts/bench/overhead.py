@@ -135,13 +135,16 @@ def first_of_partita(ranks: int, folder: Path, *flags: str) -> tuple[float, str]
         *small,
         "train.steps=1",
     ]
-    start = time.time()
-    process = subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    metrics = folder / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.005)
-    seconds = time.time() - start
-    _, errors = process.communicate()
+    with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads while it fills would stop the run
+        start = time.time()
+        process = subprocess.Popen([sys.executable, *line], stdout=subprocess.DEVNULL, stderr=log)
+        metrics = folder / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.005)
+        seconds = time.time() - start
+        process.wait()
+        log.seek(0)
+        errors = log.read()
     if process.returncode:
         raise SystemExit(f"the run failed:\n{errors[-2000:]}")
     return seconds, errors

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita.plan.meta_rules import MetaRules
 from partita.plan.operators import ATTENTION, keeps
 
 
@@ -82,7 +83,7 @@ def trace_activations(
     outputs = _Outputs(recorder.output, operators) if operators else nullcontext()
     note = recorder.output if keeps(ATTENTION, operators) else None
     try:
-        with Alike(module, names) as stand, recorder, outputs, _FlashOnMeta(note):
+        with MetaRules(), Alike(module, names) as stand, recorder, outputs, _FlashOnMeta(note):
             output = module(**model_inputs(module, shape))
         stand.copy(recorder.units)
     except Exception as error:  # any model may fail on meta in its own way; the estimate then says that it can't know
@@ -147,6 +148,10 @@ class _Outputs(TorchDispatchMode):
     def __init__(self, note: Callable[[torch.Tensor], None], operators: Sequence[str]) -> None:
         super().__init__()
         self._note, self._operators = note, operators
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in MetaRules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
