@@ -89,14 +89,16 @@ class Rule:
                 _launch(self.step, batch, scale, skip, flag, rounding, block)
 
     def cpu(self, work: list[Batch], scale: Tensor, skip: Tensor | None, flag: int, rounding: Rounding | None) -> None:
-        """torch's fused update for float32 without copies; one C++ pass for other formats, where torch would need several."""
+        """torch's fused update for float32 without copies and unscaled; one C++ pass where torch would need several."""
         if is_set(skip):
             return
+        factor = float(scale)
         for batch in work:
-            if batch.plain and self.fused is not None:
+            one_pass = batch.plain and factor == 1.0 and self.fused is not None
+            if batch.native and not one_pass and (library := native.load("optimizer")):
+                _native(library, self.code, batch, factor, flag, rounding)
+            elif batch.plain and self.fused is not None:
                 self.fused(batch, scale, flag)
-            elif batch.native and (library := native.load("optimizer")):
-                _native(library, self.code, batch, float(scale), flag, rounding)
             else:
                 self.reference([batch], scale, None, flag, rounding)
 
