@@ -13,7 +13,7 @@ from partita_kernels.dispatch import OPERATIONS, Operation, replace, using
 from partita_kernels.lion import lion_
 from partita_kernels.rounding import Rounding
 from partita_kernels.sgd import sgd_
-from partita_kernels.squares import squared_norm
+from partita_kernels.squares import put_squared, squared_norm
 
 if TYPE_CHECKING:
     from partita_kernels.flash import attention, attention_piece_backward, visible
@@ -50,6 +50,7 @@ __all__ = [
     "lion_",
     "pack_signs",
     "permute",
+    "put_squared",
     "quantize_blocks",
     "quantize_blocks_",
     "quantize_int8",

@@ -3,8 +3,9 @@
     python scripts/bench/overhead.py                       # updates on 1 rank and on 2 (DDP), then starts
     python scripts/bench/overhead.py --part updates --turns 20 model.width=384
 
-Updates: both loops live in the same ranks and take turns (A B A B), so that a busy machine slows both; Partita's side is the whole
-of its update (data, schedule, metrics line, progress), the plain side gets its tokens for nothing. Other arguments are overrides.
+Updates: both loops live in the same ranks and take turns (A B A B), so that a busy machine slows both; where their memory lies is a matter
+of luck worth 5 %, so this is done in several starts, of which the one with the median ratio counts. Partita's side is the whole of its update (data,
+schedule, metrics line, progress), the plain side gets its tokens for nothing. Other arguments are overrides.
 """
 
 from __future__ import annotations
@@ -109,6 +110,16 @@ def bench_job(config: Any, info: Any) -> dict[str, Any]:
     return {"status": "done"}
 
 
+def median_start(ranks: int, options: argparse.Namespace, overrides: list[str]) -> dict[str, float]:
+    """The one of several starts that has the median ratio."""
+    found = [measure_updates(ranks, options.turns, options.length, overrides) for _ in range(options.starts)]
+    ratios = sorted(f["partita"] / f["plain"] for f in found)
+    print(
+        f"{ranks} rank{'s' * (ranks > 1)}: wall ratios of {len(found)} starts: {' '.join(f'{r:.3f}' for r in ratios)}", flush=True
+    )
+    return sorted(found, key=lambda f: f["partita"] / f["plain"])[len(found) // 2]
+
+
 def measure_updates(ranks: int, turns: int, length: int, overrides: list[str]) -> dict[str, float]:
     """Medians of one update in seconds for both sides."""
     with tempfile.TemporaryDirectory(prefix="partita_bench_") as folder:
@@ -194,15 +205,16 @@ def main() -> None:
     """Measure what is asked for and print one table; `--json FILE` keeps it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("updates", "starts", "all"), default="all")
-    parser.add_argument("--turns", type=int, default=12, help="turns of each side")
-    parser.add_argument("--length", type=int, default=8, help="updates in a turn")
-    parser.add_argument("--repeats", type=int, default=5, help="starts of each side")
+    parser.add_argument("--turns", type=int, default=40, help="turns of each side")
+    parser.add_argument("--length", type=int, default=1, help="updates in a turn")
+    parser.add_argument("--starts", type=int, default=5, help="starts of the ranks for the figures of updates")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each side for the figures of starts")
     parser.add_argument("--json", type=Path)
     options, overrides = parser.parse_known_args()
     rows: list[tuple[str, float, float]] = []
     if options.part != "starts":
         for ranks in (1, 2):
-            got = measure_updates(ranks, options.turns, options.length, overrides)
+            got = median_start(ranks, options, overrides)
             rows.append((f"update, {ranks} rank{'s' * (ranks > 1)}, wall", got["partita"], got["plain"]))
             rows.append((f"update, {ranks} rank{'s' * (ranks > 1)}, CPU", got["partita_cpu"], got["plain_cpu"]))
     if options.part != "updates":

@@ -125,3 +125,30 @@ def test_processes_share_one_compilation(tmp_path):
         assert process.returncode == 0, errors
         assert "no native kernels" not in errors
     assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 64, 1000, 100_003])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_put_squared(n, shift):
+    into, first, second = torch.randn(n + 8)[shift : shift + n], torch.randn(n), torch.randn(n)
+    square = kernels.put_squared(into, first, add=False)
+    assert torch.equal(into, first) and square == pytest.approx(first.double().square().sum().item(), rel=1e-12)
+    square = kernels.put_squared(into, second, add=True)
+    assert torch.equal(into, first + second)
+    assert square == pytest.approx((first + second).double().square().sum().item(), rel=1e-12)
+    if n > 5:
+        second[5] = float("inf")
+        assert kernels.put_squared(into, second, add=True) == float("inf")
+        second[7] = float("nan")
+        assert kernels.put_squared(into, second, add=False) != kernels.put_squared(into, first, add=True)
+
+
+def test_put_squared_leaves_other_formats_and_replaced_norms_to_torch():
+    into, value = torch.zeros(5), torch.arange(5.0)
+    assert kernels.put_squared(into, value.bfloat16(), add=False) is None and torch.equal(into, value)
+    assert kernels.put_squared(into, torch.stack((value, value), 1)[:, 0], add=True) is None and torch.equal(into, 2 * value)
+    kernels.replace("squared_norm", lambda tensors: torch.tensor(7.0))
+    try:
+        assert kernels.put_squared(into, value, add=True) is None and torch.equal(into, 3 * value)
+    finally:
+        kernels.replace("squared_norm", None)

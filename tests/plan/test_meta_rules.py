@@ -31,7 +31,9 @@ CASES = {
     "float by integers": lambda: meta(4) * meta(4, dtype=torch.int64),
     "transposed and not": lambda: meta(4, 5) + meta(5, 4).t(),
     "transposed": lambda: meta(5, 4).t() + meta(5, 4).t(),
-    "rotary": lambda: (meta(2, 7, 3, 8).transpose(1, 2)[..., :4]) * meta(7, 4) - meta(2, 7, 3, 8).transpose(1, 2)[..., 4:] * meta(7, 4),
+    "rotary": lambda: (
+        (meta(2, 7, 3, 8).transpose(1, 2)[..., :4]) * meta(7, 4) - meta(2, 7, 3, 8).transpose(1, 2)[..., 4:] * meta(7, 4)
+    ),
     "rotary the other way": lambda: meta(7, 4) * (meta(2, 7, 3, 8).transpose(1, 2)[..., :4]),
     "equal strides": lambda: meta(1, 5).expand(3, 5).t() + meta(5, 3),
     "axes of one": lambda: meta(3, 1, 5).transpose(0, 1) * meta(3, 5),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from reference import Model, batch, loss_sum
@@ -12,6 +13,8 @@ from reference import Model, batch, loss_sum
 from partita.config.schema import OptimizerConfig
 from partita.plan.plan import Layout, Placement, Plan, Precision, Schedule, Tier, Tiers
 from partita.runtime.mesh import Mesh
+from partita.state import bucket
+from partita.state import engine as engine_module
 from partita.state.engine import StateEngine
 from partita.state.optimizers import make_adamw, make_sgd
 from partita.state.tiers import TierRequest
@@ -113,6 +116,19 @@ def run(rank: int, world: int, placement: str, rule: str, steps: int, size: int,
     with engine.full_parameters():
         copies = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
     return [o[0] for o in out], [o[1] for o in out], weights, copies
+
+
+def run_alone(rank: int, world: int, placement: str, rule: str, steps: int, size: int, clip: float, micro: int) -> Any:
+    """`run` on one rank as for a model so large that the norm is found while gradients arrive; and how often it was found otherwise."""
+    counted: list[int] = []
+    usual = bucket.squared_norm
+
+    def counts(tensors: list[torch.Tensor]) -> torch.Tensor:
+        counted.append(len(tensors))
+        return usual(tensors)
+
+    with mock.patch.object(engine_module, "WORTH_COMPILING", 0), mock.patch.object(bucket, "squared_norm", counts):
+        return (*run(rank, world, placement, rule, steps, size, clip, micro_batches=micro), len(counted))
 
 
 def scaled(precision: Precision, **changes: Any) -> Precision:

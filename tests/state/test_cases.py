@@ -169,16 +169,17 @@ def test_gradients_travel_in_the_format_of_the_plan() -> None:
         assert got == (256.0 if case[0] == "replicated" else 257.0), case
 
 
-def test_gradients_can_be_changed_before_the_update() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_can_be_changed_before_the_update(world: int) -> None:
     model = cases.TwoPaths()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    loss = sum(model(torch.randn(6, 8, generator=torch.Generator().manual_seed(r)), False) for r in range(2)) / 2
+    loss = sum(model(torch.randn(6, 8, generator=torch.Generator().manual_seed(r)), False) for r in range(world)) / world
     loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     grads["a.weight"].mul_(2)
     grads["b.weight"][1:] = 0
     expected = torch.stack([g.norm() for g in grads.values()]).norm()
-    for case, (norm, weights) in sweep(2, cases.changed_gradient, EVERY):
+    for case, (norm, weights) in sweep(world, cases.changed_gradient, EVERY):
         assert norm == pytest.approx(float(expected), rel=1e-6), case
         for name, value in weights.items():
             torch.testing.assert_close(value, start[name] - grads[name], rtol=1e-6, atol=1e-7)

@@ -53,6 +53,19 @@ def test_matches_the_plain_loop(placement: str, world: int, micro: int, replicat
             torch.testing.assert_close(got[3][name], got[2][name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_the_norm_of_gradients_that_arrive_at_one_rank(micro: int, rule: str) -> None:
+    arguments = ("replicated", rule, STEPS, SIZE, CLIP[rule], micro)
+    losses, norms, weights = oracle(rule, CLIP[rule])
+    found = run_ranks(1, engine_runs.run_alone, *arguments, timeout=120)[0]
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(norms), rtol=1e-6, atol=0)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[2][name], value, rtol=1e-4, atol=2e-6)
+    assert found[4] == 0  # no pass of its own
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_stages_that_sum_in_one_order_are_equal_bit_by_bit(world: int, micro: int) -> None:

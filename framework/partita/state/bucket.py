@@ -26,7 +26,7 @@ from partita.state.layout import BucketLayout, Segment, StateLayout, dtype_of
 from partita.state.optimizers import State
 from partita.state.slices import StateSlice
 from partita.state.tiers import Array, Done, Homes, Pending
-from partita_kernels import squared_norm
+from partita_kernels import put_squared, squared_norm
 
 HOST = torch.device("cpu")
 
@@ -97,7 +97,9 @@ class Bucket:
         wire: torch.dtype,
         homes: Homes,
         journal: Journal,
+        alone: bool = False,
     ) -> None:
+        """alone: nobody else adds to the gradients, and a model is so large that their norm is worth being found as they arrive."""
         self._journal = journal
         self.layout, self.groups, self._pool, self._homes = layout, groups, pool, homes
         self._collectives = collectives.for_bucket(layout, state, groups, self._read_state)
@@ -144,6 +146,8 @@ class Bucket:
         self._stowing: Pending = Done()
         self._square: torch.Tensor | None = None
         self._filled = [False] * len(layout.segments)
+        self._alone = alone and not self._stows
+        self._arrived: list[float | None] = [0.0] * len(layout.segments)  # squared norms of this step's gradients, where known
         self._gaps = layout.gaps()
         self._accumulated = False  # `reduced` holds the sum of earlier micro-batches of this step
         self.parameters: list[nn.Parameter | None] = [None] * len(layout.segments)
@@ -306,11 +310,13 @@ class Bucket:
         s = self.layout.segments[segment]
         into = self._buffer()[s.offset : s.offset + s.numel]
         flat = gradient.reshape(-1)
-        if self._filled[segment]:
+        if self._alone:
+            self._arrived[segment] = put_squared(into, flat, add=self._filled[segment])
+        elif self._filled[segment]:
             into.add_(flat)
         else:
             into.copy_(flat)
-            self._filled[segment] = True
+        self._filled[segment] = True
 
     def _buffer(self) -> torch.Tensor:
         if self.gradient is None:
@@ -400,17 +406,24 @@ class Bucket:
         assert self.reduced is not None
         return self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire)
 
-    def square(self) -> torch.Tensor:
-        """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left."""
+    def square(self, anew: bool = False) -> torch.Tensor:
+        """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left.
+
+        anew: they have been changed since they arrived.
+        """
         if self._stows:
             assert self._square is not None
             return self._square
         assert self.reduced is not None
+        known = [square for square in self._arrived if square is not None]
+        if self._alone and not anew and len(known) == len(self._arrived):
+            return torch.tensor(sum(known), dtype=torch.float64)
         return squared_norm([self.reduced])
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
         self._accumulated = False
+        self._arrived = [0.0] * len(self._arrived)
 
     # ------------------------------------------------------------------ views
 

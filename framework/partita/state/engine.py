@@ -40,6 +40,7 @@ from partita.state.tiers import FarUpdater, Homes, Tier
 from partita.state.unit import Unit
 from partita.state.units import ROOT, SHARED, Binding, BoundSpec, Stages, bind_parameters, find_units
 from partita.state.updates import build_updates
+from partita_kernels.squares import WORTH_COMPILING
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
 WIRE_DTYPES = ("bfloat16", "float16")
@@ -144,10 +145,12 @@ class StateEngine:
         wire_dtype = dtype_of(wire if wire in WIRE_DTYPES else self.plan.precision.reduce)
         by_name = {b.name: b for b in self.bindings}
         buckets: dict[str, list[Bucket]] = {}
+        size = sum(b.padded for b in self.layout.buckets if b.trainable)
+        alone = self._everyone.size == 1 and size >= WORTH_COMPILING
         for layout in self.layout.buckets:
             groups = self._groups(layout.axes, layout.partial)
             bucket = Bucket(
-                layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype, self._homes, self._journal
+                layout, self.layout, groups, self._collectives, pool, self.device, wire_dtype, self._homes, self._journal, alone
             )
             for i, s in enumerate(layout.segments):
                 bucket.write(i, initial(source, s) if source else by_name[s.name].parameter.detach())
@@ -362,7 +365,7 @@ class StateEngine:
 
     def gradient_norm(self) -> float:
         """The global gradient norm anew, after gradients have been changed since `finish_gradients`. Collective."""
-        square = self._square([b for b in self._trainable if self._copies.owns(b)], torch.float64)
+        square = self._square([b for b in self._trainable if self._copies.owns(b)], torch.float64, anew=True)
         self._collectives.all_reduce(square, self._everyone).wait()
         return self._norm(float(square))
 
@@ -391,9 +394,9 @@ class StateEngine:
             raise PartitaError(f"no parameter is called {name!r}")
         return self._place[name]
 
-    def _square(self, trainable: list[Bucket], dtype: torch.dtype) -> torch.Tensor:
+    def _square(self, trainable: list[Bucket], dtype: torch.dtype, anew: bool = False) -> torch.Tensor:
         """This rank's share [1] of the squared norm: what several ranks hold is divided among them, so each element counts once."""
-        squares = [(b.square() / b.groups.copies).reshape(1) for b in trainable]
+        squares = [(b.square(anew) / b.groups.copies).reshape(1) for b in trainable]
         return torch.stack(squares).sum(0).to(dtype) if squares else torch.zeros(1, dtype=dtype, device=self.device)
 
     def update(self, lr: float, clip: float, norm: float) -> bool:
