@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("updates", "starts", "all"), default="all")
     parser.add_argument("--turns", type=int, default=40, help="turns of each side")
     parser.add_argument("--length", type=int, default=1, help="updates in a turn")
-    parser.add_argument("--starts", type=int, default=5, help="starts of the ranks for the figures of updates")
+    parser.add_argument("--starts", type=int, default=9, help="starts of the ranks for the figures of updates")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each side for the figures of starts")
     parser.add_argument("--json", type=Path)
     options, overrides = parser.parse_known_args()
