@@ -57,13 +57,15 @@ class OneBitLamb:
 
     def update(self, update: Update, *, step: int, lr: float, weight_decay: float, scale: torch.Tensor) -> None:
         """See `Rule`. After the freeze `gradients` are the momentum."""
+        lamb = Lamb(self.beta1, self.beta2, self.eps)
+        direction = lamb.direction(step, min(step, self.freeze), weight_decay)
         if step <= self.freeze:
-            ratios = Lamb(self.beta1, self.beta2, self.eps).ratios(update, step, weight_decay, scale)
+            ratios = lamb.ratios(update, direction, scale)
             if self.least is not None or self.most is not None:
                 ratios.clamp_(self.least, self.most)
             for trust, tensor in zip(update.states["trust"], update.tensors, strict=True):
                 trust[0].lerp_(ratios[tensor], 1 - self.smoothing)
-            move(update, ratios, lr)
+            move(update, ratios, lr, direction)
             return
         if step == self.freeze + 1:
             steady(update.states["exp_avg_sq"])
@@ -71,11 +73,11 @@ class OneBitLamb:
                 fresh.copy_(frozen)
         ratios = torch.ones(update.count, device=scale.device)
         for i, tensor in enumerate(update.tensors):
-            ratios[tensor] = self._direct(update, i, step, weight_decay, scale)
-        move(update, ratios, lr)
+            ratios[tensor] = self._ratio(update, i, step, weight_decay, scale)
+        move(update, ratios, lr, direction)
 
-    def _direct(self, update: Update, i: int, step: int, weight_decay: float, scale: torch.Tensor) -> torch.Tensor:
-        """Put the direction of a tensor in the place of its momentum; its trust ratio (0-d)."""
+    def _ratio(self, update: Update, i: int, step: int, weight_decay: float, scale: torch.Tensor) -> torch.Tensor:
+        """Take over the momentum of a tensor; its trust ratio (0-d)."""
         momentum = update.gradients[i].float() * scale
         m, v, fresh, trust = (update.states[name][i] for name in self.states())
         gradient = momentum.sub(m, alpha=self.beta1).div_(1 - self.beta1)
@@ -93,7 +95,6 @@ class OneBitLamb:
         last = trust[1] + 1
         factor = factor.clamp(self.low, self.high).clamp(last * (1 - self.pace), last * (1 + self.pace))
         trust[1] = factor - 1
-        update.gradients[i].copy_(direction)
         return trust[0] / (1 - self.smoothing**self.freeze) * factor
 
 
