@@ -7,6 +7,7 @@ Keys are moved, doubled, mistyped, swapped and removed; values get other types, 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import json
@@ -179,10 +180,13 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "config"))
     from deepspeed_files import FILES
 
-    count, seed = int((sys.argv[1:] or ["10000"])[0]), int((sys.argv[2:] or ["0"])[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=10000, help="configs")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    args = parser.parse_args()
     started = time.perf_counter()
-    outcomes = run(count, seed, [text for _, text in FILES.values()])
-    print(f"{count} mutated configs in {time.perf_counter() - started:.0f} s: {dict(outcomes)}")
+    outcomes = run(args.count, args.seed, [text for _, text in FILES.values()])
+    print(f"{args.count} mutated configs in {time.perf_counter() - started:.0f} s: {dict(outcomes)}")
     return 0
 
 
