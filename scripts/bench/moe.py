@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from partita.models.llama import SwiGlu  # noqa: E402
-from partita.plan.plan import Layout  # noqa: E402
+from partita.plan.plan import Layout, Plan  # noqa: E402
 from partita.runtime.memory import keep_freed_memory  # noqa: E402
 from partita.runtime.mesh import Mesh  # noqa: E402
 from partita_moe.change import _layer, share_experts  # noqa: E402
@@ -157,7 +157,7 @@ def two_ranks(rank: int, world: int, args: argparse.Namespace) -> dict[str, floa
     loop = Loop(ours)
     layout = Layout(shard=world, expert=world)
     engine = SimpleNamespace(share=1.0, scaler=SimpleNamespace(value=1.0), recomputing=False)
-    run = SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=SimpleNamespace(layout=layout), engine=engine)
+    run = SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=Plan(layout), engine=engine)
     share_experts(ours, run)
 
     def summed() -> None:
