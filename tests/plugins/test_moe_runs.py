@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / room) for room in ("distributed", "models"))]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(Path(__file__).parents[1] / room) for room in ("distributed", "models", "train")),
+]
 
+import commands
 from moe_ranks import bytes_on_the_wire, column, compare_layer, train
 from pool import run_ranks
 from small_models import make_config
 
 from partita.errors import ConfigError
+from partita.models.export import export_run
 from partita.models.init import fill
 from partita.models.llama import make_llama
 from partita.train.loading import read_weights
@@ -60,7 +66,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(routing: str) -> tuple[Path, list[dict[str, Any]]]:
         if routing not in known:
             folder = tmp_path_factory.mktemp("moe") / "run"
-            one = ("parallel.data=1", *f"moe={routing}".split(), *SGD)
+            one = ("parallel.data=1", *SGD, *f"moe={routing}".split())
             known[routing] = folder, train(folder, *one, steps=6, save=True) + train(folder, *one, steps=4)
         return known[routing]
 
@@ -77,7 +83,8 @@ def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: fl
     [
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=0")),
         ("mixtral moe.balance=global", ("parallel.data=4", "parallel.expert=2", "zero.stage=3", "train.micro_batch=1")),
-        ("deepseek", ("parallel.data=4", "parallel.expert=4", "zero.stage=2", "recompute=full")),
+        # clipped by a norm over experts of all ranks
+        ("deepseek train.grad_clip=0.2", ("parallel.data=4", "parallel.expert=4", "zero.stage=2", "recompute=full")),
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=1", "parallel.tensor=2")),
         ("deepseek", ("parallel.data=4", "parallel.expert=1", "zero.stage=3")),
         ("deepseek", ("parallel.data=2", "parallel.expert=2", "zero.stage=3", "parallel.pipeline=2", "offload=host")),
@@ -86,7 +93,7 @@ def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: fl
 )
 def test_every_degree_gives_the_same_training(reference: Any, tmp_path: Path, routing: str, overrides: tuple[str, ...]) -> None:
     """By SGD, where a gradient of the wrong size would show in the next loss."""
-    got, want = train(tmp_path, *overrides, *f"moe={routing}".split(), *SGD), reference(routing)[1][:8]
+    got, want = train(tmp_path, *overrides, *SGD, *f"moe={routing}".split()), reference(routing)[1][:8]
     assert_same(got, want)
     assert got[-1]["moe_load"] == want[-1]["moe_load"]  # of all layers, those of other stages too
     for name in ("moe_entropy", "moe_aux_loss", "moe_max_violation", "moe_dropped"):
@@ -143,6 +150,18 @@ def test_experts_begin_as_the_dense_layer(tmp_path: Path) -> None:
         torch.testing.assert_close(sparse.eval()(ids), dense.eval()(ids), atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"moe\.upcycle: 'blocks\.0\.mlp\.gate_up\.weight' should have shape"):
         Upcycled(dense, str(tmp_path), 1)("blocks.0.mlp.experts.gate_up", (4, 32, 6))
+
+
+def test_a_run_draws_its_loads_and_is_exported(tmp_path: Path) -> None:
+    """Through the command line: two ranks that share experts, a picture in the run's folder, a Mixtral that transformers loads."""
+    commands.train(
+        tmp_path / "run", "model=llama", "moe=mixtral", "moe.experts=4", "parallel.data=2", "parallel.expert=2", "train.steps=3"
+    )
+    assert "<svg" in (tmp_path / "run/moe_load.svg").read_text()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "out"))
+    assert type(theirs).__name__ == "MixtralForCausalLM"
+    trained = read_weights(tmp_path / "run")["blocks.1.mlp.experts.gate_up"]
+    assert torch.equal(theirs.model.layers[1].mlp.experts.gate_up_proj, trained.transpose(1, 2))
 
 
 def test_experts_of_a_transformers_model_train_as_there(tmp_path: Path) -> None:
