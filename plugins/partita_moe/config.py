@@ -38,5 +38,8 @@ class MoeConfig:
     bias_rate: float = 1e-3
     # most tokens of an expert, as a multiple of the even load (Fedus et al. 2022: 1.0 to 1.25); null: dropless
     capacity: float | None = None
+    # who keeps a place where there is no room for all: position (first choices first, then earlier tokens: Fedus et al. 2022, section 2.2),
+    # probability (the largest gates, whatever the position: what Riquelme et al. 2021, section 2.3, call batch prioritized routing)
+    drop: str = "position"
     # a run's folder or a checkpoint of the dense model as whose feed-forward layers all experts begin (Komatsuzaki et al. 2022)
     upcycle: str | None = None

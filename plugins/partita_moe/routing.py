@@ -13,6 +13,7 @@ from partita_kernels import route
 
 Tensor = torch.Tensor
 SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID, SIGMOID_ALL = "softmax_all", "softmax_chosen", "sigmoid", "sigmoid_all"
+POSITION, PROBABILITY = "position", "probability"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Routing:
     z_weight: float = 0.0
     bias_rate: float = 1e-3
     capacity: float | None = None
+    drop: str = POSITION
     shared: int = 0
     residual: bool = False
 
@@ -80,13 +82,20 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def within_capacity(choice: Choice, routing: Routing) -> Tensor:
-    """Bool [T, k]: which choices an expert has room for, ceil(capacity * k * T / E) each; first choices first, then by position."""
+    """Bool [T, k]: which choices an expert has room for, ceil(capacity * k * T / E) each.
+
+    Places are given to first choices first, then by position; or, by `probability`, to the largest gates first, of equal ones in that order.
+    """
     assert routing.capacity is not None
     tokens, k = choice.experts.shape
     room = max(1, -int(-routing.capacity * k * tokens // routing.experts))
-    order = choice.experts.t().reshape(-1)  # all first choices, then all second ones
-    place = torch.nn.functional.one_hot(order, routing.experts).cumsum(0).gather(1, order.unsqueeze(1)).squeeze(1)
-    return (place <= room).view(k, tokens).t()
+    queue = choice.experts.t().reshape(-1)  # all first choices, then all second ones
+    ranked = choice.gates.detach().t().reshape(-1).argsort(descending=True, stable=True) if routing.drop == PROBABILITY else None
+    queue = queue if ranked is None else queue[ranked]
+    place = torch.nn.functional.one_hot(queue, routing.experts).cumsum(0).gather(1, queue.unsqueeze(1)).squeeze(1)
+    kept = place <= room
+    kept = kept if ranked is None else torch.empty_like(kept).scatter_(0, ranked, kept)
+    return kept.view(k, tokens).t()
 
 
 def evened(bias: Tensor, counts: Tensor, rate: float) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 GATES = {"softmax_all", "softmax_chosen", "sigmoid"}
 TAKEN = "hf"  # no row: the experts of a Hugging Face model, as it routes them
 BALANCES = ("sequence", "batch", "global", "bias", "none")
+DROPS = ("position", "probability")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def routing_of(moe: Any) -> Any:
         z_weight=moe.z_weight,
         bias_rate=moe.bias_rate,
         capacity=moe.capacity,
+        drop=moe.drop,
         shared=row.shared if moe.shared is None else moe.shared,
         residual=row.residual,
     )

@@ -12,7 +12,7 @@ from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost, Transform
 from partita_moe.config import MoeConfig
-from partita_moe.routings import BALANCES, ROUTINGS, TAKEN
+from partita_moe.routings import BALANCES, DROPS, ROUTINGS, TAKEN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,6 +120,11 @@ def _wrong_balance(config: MoeConfig) -> list[Problem]:
         problems.append(Problem("moe.balance", f"{config.balance!r} balances nothing.", near))
     if config.capacity is not None and config.capacity <= 0:
         problems.append(Problem("moe.capacity", f"{config.capacity} is no room.", "Use 1.0 or more, or null."))
+    if config.drop not in DROPS:
+        problems.append(Problem("moe.drop", f"{config.drop!r} drops nobody.", did_you_mean(config.drop, DROPS).capitalize()))
+    elif config.drop != MoeConfig().drop and config.capacity is None:
+        reason = "without moe.capacity experts have room for all, and nobody is dropped."
+        problems.append(Problem("moe.drop", reason, "Set moe.capacity, e.g. 1.25, or drop the key."))
     return problems
 
 

@@ -87,6 +87,7 @@ def routing_of_block(block: Any, moe: Any) -> Routing:
         z_weight=moe.z_weight,
         bias_rate=moe.bias_rate,
         capacity=moe.capacity,
+        drop=moe.drop,
     )
 
 

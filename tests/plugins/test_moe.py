@@ -186,6 +186,26 @@ def test_capacity_keeps_first_choices_first() -> None:
     assert within_capacity(choice, routing).tolist() == [[True, True]] * 3 + [[False, False]]
 
 
+@pytest.mark.parametrize("drop", ["position", "probability"])
+@pytest.mark.parametrize("capacity", [0.3, 0.7, 1.0])
+def test_places_are_given_as_in_a_loop(drop: str, capacity: float) -> None:
+    """Odd numbers of tokens, and equal gates among them."""
+    routing = Routing(5, 3, SOFTMAX_ALL, capacity=capacity, drop=drop)
+    logits = torch.randn(23, 5, generator=torch.Generator().manual_seed(2))
+    choice = choose(torch.cat([logits, logits[:4]]), routing)
+    queue = [(j, t) for j in range(3) for t in range(27)]
+    if drop == "probability":
+        queue.sort(key=lambda place: -float(choice.gates[place[1], place[0]]))
+    room = dict.fromkeys(range(5), math.ceil(capacity * 3 * 27 / 5))
+    want = [[False] * 3 for _ in range(27)]
+    for j, t in queue:
+        expert = int(choice.experts[t, j])
+        want[t][j] = room[expert] > 0
+        room[expert] -= 1
+    assert within_capacity(choice, routing).tolist() == want
+    assert any(False in row for row in want)
+
+
 def test_capacity_without_a_limit_is_dropless() -> None:
     x = torch.randn(2, 9, 12, dtype=F64)
     free, tight = make_layer(Routing(4, 2, SOFTMAX_CHOSEN)), make_layer(Routing(4, 2, SOFTMAX_CHOSEN, capacity=4.0))
@@ -236,6 +256,8 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
         ({"moe__name": "mixtral", "moe__scale": 2.5}, "moe.scale", "does not scale"),
         ({"moe__name": "residual", "moe__shared": 1}, "moe.shared", "dense half"),
         ({"moe__name": "switch", "moe__capacity": 0.0}, "moe.capacity", "no room"),
+        ({"moe__name": "mixtral", "moe__drop": "probability"}, "moe.drop", "nobody is dropped"),
+        ({"moe__name": "switch", "moe__capacity": 1.0, "moe__drop": "random"}, "moe.drop", "drops nobody"),
         ({"moe__experts": 4}, "moe.experts", "of no use"),
     ],
 )
