@@ -57,6 +57,17 @@ def test_one_failing_rank_brings_all_down_with_one_message(start: Any, how: str,
     assert program.alive() == []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_before_it_has_begun_ends_the_run(start: Any, rank: int) -> None:
+    """The other one waits for it in the rendezvous, where no handler of signals runs."""
+    program = start("early", rank=rank)
+    began = time.monotonic()
+    assert program.status(15) == 1
+    assert time.monotonic() - began < 15
+    assert f"rank {rank} of 2 failed at step 0 (start): its process was ended by SIGKILL" in program.err
+    assert program.alive() == []
+
+
 def test_ranks_at_different_places_are_named_when_time_is_up(start: Any) -> None:
     program = start("loop", how="lone", rank=0, timeout=3)
     assert program.status(60) == 1

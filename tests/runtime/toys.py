@@ -89,6 +89,23 @@ def where(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def early(spec: RunSpec) -> dict[str, Any]:
+    """As `loop`; `main` sees to it that a rank is killed before it has told its process id."""
+    return loop(spec)
+
+
+def _die_early(victim: int) -> None:
+    told = phase.share
+
+    def share(board: Path, rank: int) -> None:
+        if rank == victim:
+            time.sleep(0.5)  # the other one waits for it by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        told(board, rank)
+
+    phase.share = share
+
+
 def sweep(folder: Path) -> int:
     """Three jobs of one process, the second of which fails."""
     results: list[Any] = []
@@ -115,6 +132,8 @@ def main() -> int:
     path.mkdir(parents=True, exist_ok=True)
     if entry == "sweep":
         return sweep(path)
+    if entry == "early":
+        _die_early(int(extra["rank"]))
     started = time.time()
     try:
         summary = launch(globals()[entry], make_spec(path, ranks, **options), ranks)

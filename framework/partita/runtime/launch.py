@@ -58,10 +58,11 @@ def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> t
                 failure.clear(run)
                 outcome = elastic_launch(_launch_config(ranks, method), run_spawned)(entry, spec, origin)[0]
             return outcome, supervisor.to_grow
-        except ChildFailedError:
-            # Outside of this block: the launcher's own error says less than we know.
-            ended = dict(supervisor.ended)
+        except ChildFailedError as error:
+            # Outside of this block: the launcher's own error says less than we know, but for ranks that ended before they told who they are.
             positions = board.all()
+            unknown = {rank: failed.exitcode for rank, failed in error.failures.items() if not positions[rank].pid}
+            ended = unknown or dict(supervisor.ended)
     if supervisor.signum and (supervisor.late or set(ended.values()) <= {-supervisor.signum}):
         raise RunInterrupted(supervisor.signum, _cut_off(supervisor, spec), supervisor.to_grow)
     raise failure.judge(run, ranks, ended, positions)

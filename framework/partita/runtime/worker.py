@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import zlib
@@ -21,7 +22,7 @@ from partita.runtime import failure, phase
 from partita.runtime.device import Device
 from partita.runtime.logs import Logs
 from partita.runtime.meeting import meeting_store
-from partita.runtime.signals import StopFlag
+from partita.runtime.signals import STOPS, StopFlag
 from partita.runtime.spec import RunSpec
 from partita.runtime.watch import Watch, die_with
 
@@ -50,7 +51,9 @@ class Outcome:
 def run_spawned(entry: Entry, spec: RunSpec, origin: Origin) -> Outcome:
     """Body of a rank that we have started. A failure ends the process here: the parent gives the message."""
     os.setpgid(0, 0)  # a Ctrl-C in the terminal goes to the parent, which tells all ranks, once
-    StopFlag.installed()
+    # While ranks wait for each other in C++ no handler of Python's would run, and there is nothing to save yet: signals just end them.
+    for signum in STOPS:
+        signal.signal(signum, signal.SIG_DFL)
     rank = int(os.environ["RANK"])
     assert origin.board is not None
     phase.share(origin.board, rank)
@@ -91,6 +94,7 @@ def _work(entry: Entry, spec: RunSpec, origin: Origin, logs: Logs) -> Outcome:
     logs.header(f"{_now()} rank {rank} of {world}, process {os.getpid()}, {threads} threads, started by {origin.name}")
     phase.set(step=0, phase="connect")
     _connect(spec)
+    StopFlag.installed()
     if origin.board is None:
         _agree(spec, rank)
     watch = Watch(failure.folder(spec.job.dir) / failure.FIRST, origin.parent)
