@@ -13,6 +13,7 @@ from torch import nn
 
 from partita.models.common import Linear
 from partita.runtime.mesh import Group
+from partita.runtime.traffic import outside, purpose_of, sending
 from partita.state.parts import declared
 from partita.state.units import find_units
 from partita_adapter.quantized import Quantized
@@ -145,7 +146,8 @@ def row_lengths(
         if cut is None:
             return torch.linalg.vector_norm(whole, dim=1)
         squares = whole.square().sum(1)
-        dist.all_reduce(squares, group=cut.process_group)
+        with sending(purpose_of(cut), 2 * outside(squares, cut)):
+            dist.all_reduce(squares, group=cut.process_group)
         return squares.sqrt()
 
 

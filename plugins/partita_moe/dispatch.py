@@ -8,22 +8,24 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
+from partita.runtime.traffic import outside, sending, sent
 from partita_kernels import Order
 from partita_moe.packing import Packing
 
 Tensor = torch.Tensor
+PURPOSE = "expert_dispatch"  # in the communication log, named as in the plan
 
 
 class Exchange:
-    """Rows [n, C], `sent` of them for each rank in order, under way for the rows that the others have for this one, `received` from each.
+    """Rows [n, C], `given` of them for each rank in order, under way for the rows that the others have for this one, `taken` from each.
 
     The exchange begins at once; what is computed before `arrived` is asked for runs beside it. So does, in backward, what was computed in
     between: gradients set out when those of the arrived rows are known, and are waited for when those of the sent ones are needed.
     packing: what rows and gradients travel as; None: as they are.
     """
 
-    def __init__(self, x: Tensor, sent: list[int], received: list[int], group: Group, packing: Packing | None = None) -> None:
-        self._sent, self._received, self._group, self._packing = sent, received, group, packing
+    def __init__(self, x: Tensor, given: list[int], taken: list[int], group: Group, packing: Packing | None = None) -> None:
+        self._given, self._taken, self._group, self._packing = given, taken, group, packing
         self._work: Any = None
         self.rows: list[Tensor] = []  # gradients on their way back
         self._out: Tensor = _Depart.apply(x, self)
@@ -34,14 +36,16 @@ class Exchange:
 
     def start(self, x: Tensor, back: bool = False) -> Tensor:
         """Memory that the rows will be in once `wait` has returned."""
-        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
-        out = x.new_empty(sum(received), *x.shape[1:])
+        given, taken = (self._taken, self._given) if back else (self._given, self._taken)
+        out = x.new_empty(sum(taken), *x.shape[1:])
         source, into = x.contiguous(), out
         if self._packing is not None:
             source = self._packing.pack(source)
-            into = source.new_empty(sum(received), self._packing.width(x.shape[1]))
+            into = source.new_empty(sum(taken), self._packing.width(x.shape[1]))
         self._held = source, into, out  # alive until the rows are there
-        self._work = dist.all_to_all_single(into, source, received, sent, group=self._group.process_group, async_op=True)
+        work = dist.all_to_all_single(into, source, taken, given, group=self._group.process_group, async_op=True)
+        leaving = len(source) - given[self._group.rank]
+        self._work = sent(PURPOSE, leaving * (source.nbytes // (len(source) or 1)), work, source)
         return out
 
     def wait(self) -> None:
@@ -81,7 +85,8 @@ class _Arrive(torch.autograd.Function):
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     """counts int64 [E]: rows for each expert. Returns [ranks, E / ranks]: rows that each rank has for each expert of this one."""
     out = counts.new_empty(counts.shape)
-    dist.all_to_all_single(out, counts, group=group.process_group)
+    with sending(PURPOSE, outside(counts, group)):
+        dist.all_to_all_single(out, counts, group=group.process_group)
     return out.view(group.size, -1)
 
 

@@ -144,6 +144,14 @@ class _Message(_Waited):
             traffic.end(purpose)
             self._resumes = self._ends = True
 
+    def is_completed(self) -> bool:
+        """Whoever asks, and is told so, need not wait."""
+        done: bool = self._work.is_completed()
+        if done and self._ends and not self._resumes:
+            self._ends = False
+            self._traffic.end(self._purpose)
+        return done
+
     def wait(self) -> Any:
         if self._resumes:
             self._traffic.resume(self._purpose)

@@ -1,10 +1,8 @@
-"""The messages under the collectives: what is really sent, by purpose. One place to count and time them; counting is off by default."""
+"""The messages under the collectives: what is really sent, by purpose. Two of them: one that counts and times, and one that doesn't."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,46 +15,50 @@ __all__ = ["All", "Chain", "LoggedTransport", "Tally", "Transport", "Work"]
 
 
 class Transport:
-    """Asynchronous messages among the ranks of a group of two or more. purpose: for the log, such as `gradient_reduce`."""
+    """Asynchronous messages among the ranks of a group of two or more. purpose: for the log, such as `gradient_reduce`.
+
+    This one keeps no log, and does nothing for one: each message is the backend's call alone.
+    """
 
     def __init__(self) -> None:
         self._relay = Relay()
 
+    def take(self) -> dict[str, Tally]:
+        """What was sent since the last call, by purpose: nobody counts."""
+        return {}
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Group, purpose: str) -> Work:
         """Part i of `sent` goes to rank i, whose part for this rank lands at i of `received`."""
-        return self._note(purpose, outside(sent, group), dist.all_to_all_single, received, sent, group=group.process_group)
+        return dist.all_to_all_single(received, sent, group=group.process_group, async_op=True)
 
     def swap(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
         """The same from rank to rank: part i of `sent` goes to rank i, whose part lands in part i of `received`; this rank's own stay.
 
         On gloo it spares the copy of a rank's own part, and a thread that waits.
         """
-        call = partial(_swap, ranks=group.ranks, rank=group.rank)
-        size = sum(p.numel() * p.element_size() for i, p in enumerate(sent) if i != group.rank)
-        return self._note(purpose, size, call, received, sent, group=group.process_group)
+        others = [(i, r) for i, r in enumerate(group.ranks) if i != group.rank]
+        operations = [dist.P2POp(dist.irecv, received[i], r, group.process_group) for i, r in others]
+        operations += [dist.P2POp(dist.isend, sent[i], r, group.process_group) for i, r in others]
+        return All(dist.batch_isend_irecv(operations))
 
     def share(self, parts: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
         """Every rank gets each rank's part, in place: one broadcast from each owner, which on gloo beats its all-gather."""
-        mine = parts[group.rank]
-        size = mine.numel() * mine.element_size() * (group.size - 1)
-        works = [
-            self._note(purpose, size if i == group.rank else 0, dist.broadcast, parts[i], r, group=group.process_group)
-            for i, r in enumerate(group.ranks)
-        ]
-        return All(works)
+        return All([self._broadcast(part, i, group, purpose) for i, part in enumerate(parts)])
+
+    def _broadcast(self, part: torch.Tensor, owner: int, group: Group, purpose: str) -> Work:
+        return dist.broadcast(part, group.ranks[owner], group=group.process_group, async_op=True)
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor, group: Group, purpose: str) -> Work:
         """The backend's own all-gather into `whole`."""
-        size = mine.numel() * mine.element_size() * (group.size - 1)
-        return self._note(purpose, size, dist.all_gather_into_tensor, whole, mine, group=group.process_group)
+        return dist.all_gather_into_tensor(whole, mine, group=group.process_group, async_op=True)
 
     def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, group: Group, purpose: str) -> Work:
         """The backend's own reduce-scatter (sum)."""
-        return self._note(purpose, outside(whole, group), dist.reduce_scatter_tensor, mine, whole, group=group.process_group)
+        return dist.reduce_scatter_tensor(mine, whole, group=group.process_group, async_op=True)
 
     def all_reduce(self, buffer: torch.Tensor, group: Group, purpose: str) -> Work:
-        """The backend's own all-reduce (sum), in place. Counted as a ring sends it: twice (n - 1) / n of the buffer."""
-        return self._note(purpose, 2 * outside(buffer, group), dist.all_reduce, buffer, group=group.process_group)
+        """The backend's own all-reduce (sum), in place."""
+        return dist.all_reduce(buffer, group=group.process_group, async_op=True)
 
     def chain(self, steps: Sequence[Step], device: torch.device, purpose: str, finish: Callable[[], None] | None = None) -> Work:
         """Messages that follow one another, each sent when the one before it has arrived; then `finish`. The first is sent now.
@@ -69,18 +71,6 @@ class Transport:
     def close(self) -> None:
         """End the threads."""
         self._relay.close()
-
-    def _note(self, purpose: str, size: int, call: Any, *tensors: Any, group: Any) -> Work:
-        return call(*tensors, group=group, async_op=True)
-
-
-def _swap(
-    received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], ranks: Sequence[int], rank: int, group: Any, async_op: bool
-) -> Work:
-    others = [(i, r) for i, r in enumerate(ranks) if i != rank]
-    operations = [dist.P2POp(dist.irecv, received[i], r, group) for i, r in others]
-    operations += [dist.P2POp(dist.isend, sent[i], r, group) for i, r in others]
-    return All(dist.batch_isend_irecv(operations))
 
 
 class All:
@@ -134,11 +124,36 @@ class LoggedTransport(Transport):
         super().close()
         self._arrivals.close()
 
-    def _note(self, purpose: str, size: int, call: Any, *tensors: Any, group: Any) -> Work:
-        self.traffic.begin(purpose, size)
-        work = call(*tensors, group=group, async_op=True)
-        if isinstance(work, All) and tensors[0][0].device.type == "cpu":
-            # messages between two ranks tell nobody when they arrive: a thread waits for them
-            relayed = self._arrivals.start([lambda: work], lambda: self.traffic.end(purpose))
-            return self.traffic.waited(purpose, relayed)
-        return self.traffic.under_way(purpose, work, tensors)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Group, purpose: str) -> Work:
+        """See `Transport`."""
+        self.traffic.begin(purpose, outside(sent, group))
+        return self.traffic.under_way(purpose, super().all_to_all(received, sent, group, purpose), (received, sent))
+
+    def swap(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], group: Group, purpose: str) -> Work:
+        """See `Transport`."""
+        self.traffic.begin(purpose, sum(p.nbytes for i, p in enumerate(sent) if i != group.rank))
+        work = super().swap(received, sent, group, purpose)
+        if received[0].device.type != "cpu":
+            return self.traffic.under_way(purpose, work, (received, sent))
+        # messages between two ranks tell nobody when they arrive: a thread waits for them
+        relayed = self._arrivals.start([lambda: work], lambda: self.traffic.end(purpose))
+        return self.traffic.waited(purpose, relayed)
+
+    def _broadcast(self, part: torch.Tensor, owner: int, group: Group, purpose: str) -> Work:
+        self.traffic.begin(purpose, part.nbytes * (group.size - 1) if owner == group.rank else 0)
+        return self.traffic.under_way(purpose, super()._broadcast(part, owner, group, purpose), (part,))
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor, group: Group, purpose: str) -> Work:
+        """See `Transport`."""
+        self.traffic.begin(purpose, mine.nbytes * (group.size - 1))
+        return self.traffic.under_way(purpose, super().all_gather(whole, mine, group, purpose), (whole, mine))
+
+    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, group: Group, purpose: str) -> Work:
+        """See `Transport`."""
+        self.traffic.begin(purpose, outside(whole, group))
+        return self.traffic.under_way(purpose, super().reduce_scatter(mine, whole, group, purpose), (mine, whole))
+
+    def all_reduce(self, buffer: torch.Tensor, group: Group, purpose: str) -> Work:
+        """See `Transport`. Counted as a ring sends it: twice (n - 1) / n of the buffer."""
+        self.traffic.begin(purpose, 2 * outside(buffer, group))
+        return self.traffic.under_way(purpose, super().all_reduce(buffer, group, purpose), (buffer,))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from partita.runtime.collectives import GRADIENTS
 from partita.runtime.mesh import Mesh
+from partita.runtime.traffic import sending
 from partita.state.bucket import Bucket
 from partita.state.units import SHARED, Stages
 
@@ -34,6 +36,7 @@ class Copies:
                 theirs, peer = torch.empty_like(reduced), self._group.ranks[other]
                 send = dist.P2POp(dist.isend, reduced, peer, self._group.process_group)
                 receive = dist.P2POp(dist.irecv, theirs, peer, self._group.process_group)
-                for work in dist.batch_isend_irecv([send, receive]):
-                    work.wait()
+                with sending(GRADIENTS, reduced.nbytes):
+                    for work in dist.batch_isend_irecv([send, receive]):
+                        work.wait()
                 reduced.add_(theirs)

@@ -14,6 +14,7 @@ from partita.errors import CheckpointError, NonFiniteError, PartitaError, RollBa
 from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
+from partita.runtime.traffic import outside, sent
 from partita.runtime.transport import LoggedTransport
 from partita.train.interval import SaveClock
 from partita.train.progress import Progress
@@ -47,7 +48,10 @@ class Control:
         counted = sum(int((b["labels"] != -100).sum()) for b in batches) if run.step_context.counts else 0
         self._values = torch.tensor([counted, run.stop.local()], dtype=torch.int64, device=run.mesh.device)
         group = run.mesh.group(AXES)
-        self._work = dist.all_reduce(self._values, group=group.process_group, async_op=True) if group.size > 1 else None
+        self._work: Any = None
+        if group.size > 1:
+            work = dist.all_reduce(self._values, group=group.process_group, async_op=True)
+            self._work = sent("control", 2 * outside(self._values, group), work, self._values)
 
     def tokens(self) -> int:
         """Counted tokens of the whole update."""
@@ -84,6 +88,12 @@ class _Loop:
         self.metrics: dict[str, Any] = {}
         self.saved = run.step  # step of the newest checkpoint
         self._clock, self._saves = StepClock(), SaveClock(run.config.train.save_every, run.config.train.mtbf, run.mesh)
+        self._restart()
+
+    def _restart(self) -> None:
+        """What has been since the last update belongs to none: neither time nor messages."""
+        self._clock.lap()
+        self.run.transport.take()
 
     def steps(self) -> None:
         """All updates that are left."""
@@ -104,7 +114,7 @@ class _Loop:
         run, config, score = self.run, self.run.config.train, None
         if config.eval_every and run.data.has_evaluation and step % config.eval_every == 0 and step < config.steps:
             score = evaluate(run, self.progress)["eval_loss"]
-            self._clock.lap()
+            self._restart()
         if signal:
             _stop(run, signal, self.saved != step)
         if self._saves.due(step):
@@ -133,7 +143,7 @@ class _Loop:
         if run.rank == 0:
             log.warning("%s", back)
             log.warning("went back to step %d; %d updates' samples are passed over", run.step, run.data.skipped - skipped)
-        self._clock.lap()
+        self._restart()
 
 
 def one_update(run: Run, step: int, batches: list[dict[str, torch.Tensor]], clock: StepClock) -> tuple[dict[str, Any], int]:
