@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+TIMEOUT = 900  # seconds of one engine's runs
 RANKS, MICRO, ACCUMULATION, VOCAB, LENGTH = 2, 2, 2, 96, 24
 SIZES = ["model.layers=2", "model.width=32", "model.heads=4", f"data.sequence={LENGTH}", "model.init_std=0.1"]
 BOUNDS = {"fp32": 1e-4, "bf16": 1e-2}
@@ -152,6 +153,8 @@ def start(python: str, engine: str, folder: Path, steps: int, names: list[str]) 
     command = [python, __file__, "--rank-of", engine, "--folder", str(folder), "--steps", str(steps), "--case", *names]
     shared = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu",
                            "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS)}  # fmt: skip
+    # not the shared folder: a lock that a killed compilation left there is waited for without end
+    shared.setdefault("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
     logs = [folder / f"{engine}{rank}.log" for rank in range(RANKS)]
     ranks = [
         subprocess.Popen(
@@ -159,7 +162,13 @@ def start(python: str, engine: str, folder: Path, steps: int, names: list[str]) 
         )
         for r, log in enumerate(logs)
     ]
-    if any(rank.wait() for rank in ranks):
+    try:
+        failed = any([rank.wait(TIMEOUT) for rank in ranks])
+    except subprocess.TimeoutExpired:
+        failed = True
+    if failed:
+        for rank in ranks:
+            rank.kill()
         sys.exit(f"{engine} failed:\n" + "\n".join(log.read_text()[-3000:] for log in logs))
     found: dict[str, Any] = json.loads((folder / f"{engine}.result").read_text())
     return found
