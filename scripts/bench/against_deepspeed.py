@@ -163,7 +163,7 @@ def start(python: str, engine: str, folder: Path, steps: int, names: list[str]) 
         for r, log in enumerate(logs)
     ]
     try:
-        failed = any([rank.wait(TIMEOUT) for rank in ranks])
+        failed = any(rank.wait(TIMEOUT) for rank in ranks)
     except subprocess.TimeoutExpired:
         failed = True
     if failed:
