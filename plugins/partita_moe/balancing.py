@@ -23,12 +23,13 @@ def after_backward(run: Any) -> None:
     if not names:
         return
     table = _gathered(run, here, names, experts)
-    routed, (dropped, auxiliary, entropy, tokens) = table[:, : -len(FIGURES)], table[:, -len(FIGURES) :].unbind(1)
+    routed, (dropped, untaken, auxiliary, entropy, tokens) = table[:, : -len(FIGURES)], table[:, -len(FIGURES) :].unbind(1)
     for name, layer in here.items():
         _keep_even(layer, routed[names.index(name)])
     run.gauges |= {
         "moe_max_violation": worst_violation(routed),
         "moe_dropped": float(dropped.sum() / routed.sum()),
+        "moe_untaken": float(untaken.sum() / tokens.sum()),
         "moe_aux_loss": float((auxiliary / tokens).mean()),
         "moe_entropy": float((entropy / tokens).mean()),
         "moe_load": [[round(float(v), 4) for v in row] for row in routed / routed.sum(-1, keepdim=True)],

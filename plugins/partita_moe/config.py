@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class MoeConfig:
     """A routing by name, and its numbers. Defaults that are null are those of the routing."""
 
-    # none (dense feed-forward layers, or experts as they are), switch, gshard, mixtral, deepseek, residual; hf: runs the experts that a
+    # none (dense feed-forward layers, or experts as they are), switch, gshard, mixtral, deepseek, residual, expert_choice; hf: runs the experts that a
     # Hugging Face model has; see docs/strategies/moe.md
     name: str = "none"
     # experts of a layer, over all ranks
     experts: int = 8
-    # experts that a token is sent to; null: 1 for switch and residual, 2 for the others
+    # experts that a token is sent to (expert_choice: on average); null: 1 for switch and residual, 2 for the others
     top_k: int | None = None
+    # lets expert_choice route a causal model, though whether a token is taken depends on later ones of its sequence
+    look_ahead: bool = False
     # every how many blocks a feed-forward layer becomes experts, from the `every`-th on
     every: int = 1
     # inner width of an expert; null: that of the dense layer

@@ -12,14 +12,15 @@ from torch import nn
 from partita.runtime.mesh import Group
 from partita_kernels import Order, expert_order, permute, unpermute
 from partita_moe.dispatch import Exchange, by_expert, exchange_counts
+from partita_moe.expert_choice import taken
 from partita_moe.experts import Experts
 from partita_moe.packing import Packing
-from partita_moe.routing import Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
+from partita_moe.routing import EXPERT_CHOICE, Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
 
 Tensor = torch.Tensor
 GLOBAL = "global"
 LOSSES = ("sequence", "batch", GLOBAL)  # balances that are a term of the objective
-FIGURES = ("dropped choices", "auxiliary loss x tokens", "entropy of the choice x tokens", "tokens")
+FIGURES = ("dropped choices", "tokens without an expert", "auxiliary loss x tokens", "entropy of the choice x tokens", "tokens")
 
 
 class Attach(torch.autograd.Function):
@@ -57,7 +58,7 @@ class ExpertLayer(nn.Module):
         self.packing: Packing | None = None  # of rows on the wire
         self.term_weight: Callable[[], float] = lambda: 1.0
         self.counting: Callable[[], bool] = lambda: True
-        # since the last update, float64 [E + 4]: choices of each expert before any is dropped, then `FIGURES`
+        # since the last update, float64 [E + 5]: choices of each expert before any is dropped, then `FIGURES`
         self.figures: Tensor | None = None
 
     def init_buffers(self, device: torch.device) -> None:
@@ -85,19 +86,24 @@ class ExpertLayer(nn.Module):
         """x [B, T, C] -> [B, T, C]."""
         flat = x.reshape(-1, x.shape[-1])
         logits = F.linear(wide(flat), wide(self.router_weight()))
-        choice = choose(logits, self.routing, self.choice_bias())
-        order = expert_order(choice.experts, self.routing.experts)
+        choice, order = self._chosen(logits, sequences=x.shape[0])
         if not flat.is_meta:
-            flat = self._attach(flat, logits, choice, order.sizes, sequences=x.shape[0])
+            flat = self._attach(flat, logits, choice, order, sequences=x.shape[0])
             if self.routing.capacity is not None and self.training:  # else the counts are what they are
                 order = self._kept(choice)
         routed, beside = self._routed(flat, choice.gates, order)
         return self.joined(flat, routed, beside).view_as(x)
 
-    def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, counts: Tensor, sequences: int) -> Tensor:
+    def _chosen(self, logits: Tensor, sequences: int) -> tuple[Choice, Order]:
+        if self.routing.gate == EXPERT_CHOICE:
+            return taken(logits, self.routing, sequences)
+        choice = choose(logits, self.routing, self.choice_bias())
+        return choice, expert_order(choice.experts, self.routing.experts)
+
+    def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, order: Order, sequences: int) -> Tensor:
         routing = self.routing
         auxiliary = balance_loss(choice, routing, sequences, self.load) if routing.balance in LOSSES else None
-        self._count(choice, counts, auxiliary)
+        self._count(choice, order, auxiliary)
         if not (self.training and torch.is_grad_enabled()):
             return flat
         term = logits.new_zeros(())
@@ -108,14 +114,16 @@ class ExpertLayer(nn.Module):
         return Attach.apply(flat, term * len(flat), self.term_weight) if term.requires_grad else flat
 
     @torch.no_grad()
-    def _count(self, choice: Choice, counts: Tensor, auxiliary: Tensor | None) -> None:
+    def _count(self, choice: Choice, order: Order, auxiliary: Tensor | None) -> None:
         if not self.training or not self.counting():
             return
         p = choice.probabilities
         entropy = -(p * p.clamp(min=1e-20).log()).sum()
         weighed = entropy.new_zeros(()) if auxiliary is None else auxiliary * len(p)
-        sums = torch.stack([entropy.new_zeros(()), weighed, entropy, entropy.new_full((), len(p))])
-        figures = torch.cat([counts.double(), sums.double()])
+        none = entropy.new_zeros(())
+        untaken = (order.places < 0).all(1).sum().to(p.dtype) if self.routing.gate == EXPERT_CHOICE else none
+        sums = torch.stack([none, untaken, weighed, entropy, entropy.new_full((), len(p))])
+        figures = torch.cat([order.sizes.double(), sums.double()])
         self.figures = figures if self.figures is None else self.figures + figures
 
     def _kept(self, choice: Choice) -> Order:
@@ -125,6 +133,7 @@ class ExpertLayer(nn.Module):
         count = int(order.sizes.sum())
         if self.figures is not None and self.counting():
             self.figures[self.routing.experts] += kept.numel() - count
+            self.figures[self.routing.experts + 1] += (~kept).all(1).sum()
         return order._replace(slots=order.slots[:count])
 
     def _routed(self, flat: Tensor, gates: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:

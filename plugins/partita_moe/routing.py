@@ -13,13 +13,15 @@ from partita_kernels import route
 
 Tensor = torch.Tensor
 SOFTMAX_ALL, SOFTMAX_CHOSEN, SIGMOID, SIGMOID_ALL = "softmax_all", "softmax_chosen", "sigmoid", "sigmoid_all"
+EXPERT_CHOICE = "expert_choice"
 POSITION, PROBABILITY = "position", "probability"
 
 
 @dataclass(frozen=True)
 class Routing:
     """How tokens are routed. gate: softmax_all (probability among all experts: Switch), softmax_chosen (among the chosen: GShard,
-    Mixtral), sigmoid (of its own logit, over the sum of the chosen: DeepSeek-V3), sigmoid_all (as it is). See `MoeConfig` for the rest."""
+    Mixtral), sigmoid (of its own logit, over the sum of the chosen: DeepSeek-V3), sigmoid_all (as it is), expert_choice (probability among all experts, and
+    experts choose: Zhou et al. 2022; a token has `top_k` of them on average). See `MoeConfig` for the rest."""
 
     experts: int
     top_k: int

@@ -30,7 +30,9 @@ ROUTINGS: dict[str, Row] = {
     "mixtral": Row("softmax_chosen", 2, source="Jiang et al. 2024, Mixtral of Experts, section 2.1"),
     "deepseek": Row("sigmoid", 2, balance="bias", shared=1, source="DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2"),
     "residual": Row("softmax_all", 1, residual=True, source="Rajbhandari et al. 2022, DeepSpeed-MoE, section 4.1"),
+    "expert_choice": Row("expert_choice", 2, balance="none", source="Zhou et al. 2022, Expert Choice Routing, section 3.2"),
 }
+CHOOSERS = {name for name, row in ROUTINGS.items() if row.gate == "expert_choice"}  # whose experts choose
 
 
 def routing_of(moe: Any) -> Any:

@@ -22,7 +22,7 @@ from partita.plan.plan import Layout, Plan
 from partita.runtime.mesh import Mesh
 from partita_moe.change import _layer, share_experts
 from partita_moe.layer import MoeLayer
-from partita_moe.routing import SOFTMAX_CHOSEN, Routing
+from partita_moe.routing import EXPERT_CHOICE, SOFTMAX_CHOSEN, Routing
 
 F64 = torch.float64
 
@@ -66,7 +66,8 @@ def column(lines: list[dict[str, Any]], name: str) -> list[Any]:
 
 def double_layer(top_k: int, gate: str, shared: int) -> MoeLayer:
     """Four experts with random weights in float64."""
-    layer = _layer(SwiGlu(10, 14), Routing(4, top_k, gate, shared=shared, aux_weight=0.0), None)
+    balance = "none" if gate == EXPERT_CHOICE else "sequence"
+    layer = _layer(SwiGlu(10, 14), Routing(4, top_k, gate, shared=shared, balance=balance, aux_weight=0.0), None)
     generator = torch.Generator().manual_seed(5)
     for p in layer.parameters():
         nn.init.normal_(p, 0.0, 0.3, generator=generator)

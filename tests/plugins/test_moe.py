@@ -24,11 +24,16 @@ from partita.models.common import Mlp
 from partita.models.export import export_hf
 from partita.models.init import initialize
 from partita.models.llama import SwiGlu, make_llama
+from partita.plan.plan import Layout, Plan
+from partita_kernels import expert_order
 from partita_moe.change import _layer, add_experts
+from partita_moe.checks import looks_ahead, wrong
 from partita_moe.config import MoeConfig
+from partita_moe.expert_choice import taken
 from partita_moe.layer import MoeLayer
 from partita_moe.picture import heat_map
 from partita_moe.routing import (
+    EXPERT_CHOICE,
     SIGMOID,
     SOFTMAX_ALL,
     SOFTMAX_CHOSEN,
@@ -228,6 +233,83 @@ def test_the_estimate_is_the_formula(plan_of) -> None:
     assert cost.bytes == config.model.layers * 4 * tokens * 2 * config.model.width * 4 * 3 // 4
 
 
+# ------------------------------------------------------------------ experts that choose
+
+
+@pytest.mark.parametrize(("k", "sequences", "tokens"), [(1, 1, 3), (2, 3, 7), (4, 2, 5)])
+def test_choosing_experts_are_those_of_a_loop(k: int, sequences: int, tokens: int) -> None:
+    """Each takes ceil(k T / E) tokens of each sequence; outputs and all gradients, in training and outside."""
+    layer = make_layer(Routing(4, k, EXPERT_CHOICE, balance="none", shared=1))
+    assert layer.dense is not None
+    x = torch.randn(sequences, tokens, 12, dtype=F64, generator=torch.Generator().manual_seed(k), requires_grad=True)
+    rows = []
+    for sequence in x:
+        scores = (sequence @ layer.router.t()).softmax(-1)
+        out = list(layer.dense(sequence))
+        for e in range(4):
+            ranked = sorted(range(tokens), key=lambda t, e=e, s=scores: -float(s[t, e].detach()))
+            for t in ranked[: math.ceil(k * tokens / 4)]:
+                only = torch.tensor([int(i == e) for i in range(4)])
+                out[t] = out[t] + scores[t, e] * layer.experts(sequence[t : t + 1], only)[0]
+        rows.append(torch.stack(out))
+    y, want = layer(x), torch.stack(rows)
+    torch.testing.assert_close(y, want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(layer.eval()(x), y)
+    seed = torch.randn_like(y)
+    got = torch.autograd.grad((y * seed).sum(), [x, *layer.parameters()])
+    for a, b in zip(got, torch.autograd.grad((want * seed).sum(), [x, *layer.parameters()])):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_that_nobody_takes_gets_what_all_get() -> None:
+    layer = make_layer(Routing(4, 1, EXPERT_CHOICE, balance="none", shared=1))
+    assert layer.dense is not None and layer.figures is None
+    with torch.no_grad():
+        layer.router.zero_()  # all scores are equal: each expert takes the first two of eight tokens
+    x = torch.randn(2, 8, 12, dtype=F64)
+    y = layer(x)
+    torch.testing.assert_close(y[:, 2:], layer.dense(x)[:, 2:], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(y[:, :2], layer.dense(x)[:, :2])
+    assert layer.figures is not None
+    assert layer.figures[:4].tolist() == [4.0] * 4 and layer.figures[4:6].tolist() == [0.0, 12.0]
+
+
+def test_the_order_of_choosing_experts_is_that_of_the_kernel() -> None:
+    choice, order = taken(torch.randn(3 * 11, 6), Routing(6, 2, EXPERT_CHOICE), 3)
+    want = expert_order(choice.experts, 6)
+    assert torch.equal(order.places, want.places) and torch.equal(order.sizes, want.sizes)
+    assert torch.equal(order.slots, want.slots[: len(order.slots)]) and order.sizes.tolist() == [3 * 4] * 6
+
+
+def test_choosing_experts_are_refused_where_later_tokens_are_not_to_be_seen(plan_of) -> None:
+    (found,) = plan_of(launch__ranks=1, model__name="llama", moe__name="expert_choice").problems
+    assert found.key == "moe.name" and "later tokens" in found.reason and "moe.look_ahead=true" in found.remedy
+    assert not plan_of(launch__ranks=1, model__name="llama", moe__name="expert_choice", moe__look_ahead=True).problems
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "key"),
+    [
+        ({}, {}, None),
+        ({"look_ahead": True}, {}, "moe.look_ahead"),
+        ({"capacity": 1.25}, {}, "moe.capacity"),
+        ({"balance": "bias"}, {}, "moe.balance"),
+        ({"balance": "none", "aux_weight": 0.5}, {}, "moe.aux_weight"),
+        ({"groups": 2, "group_top_k": 2}, {}, "moe.groups"),
+        ({"drop": "probability"}, {}, "moe.drop"),
+        ({}, {"context": 2}, "parallel.context"),
+        ({}, {"tensor": 2, "sequence_parallel": True}, "parallel.sequence_parallel"),
+    ],
+)
+def test_experts_that_choose_in_a_masked_model(keys: dict[str, Any], layout: dict[str, Any], key: str | None) -> None:
+    config = MoeConfig("expert_choice", **keys)
+    draft: Any = SimpleNamespace(
+        config=SimpleNamespace(moe=config), model=SimpleNamespace(module=SimpleNamespace(partita_loss="masked"))
+    )
+    found = [p.key for p in (*wrong(config), *looks_ahead(Plan(layout=Layout(**layout)), draft))]
+    assert found[:1] == ([key] if key else [])
+
+
 # ------------------------------------------------------------------ plans
 
 
@@ -258,6 +340,7 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
         ({"moe__name": "switch", "moe__capacity": 0.0}, "moe.capacity", "no room"),
         ({"moe__name": "mixtral", "moe__drop": "probability"}, "moe.drop", "nobody is dropped"),
         ({"moe__name": "switch", "moe__capacity": 1.0, "moe__drop": "random"}, "moe.drop", "drops nobody"),
+        ({"moe__name": "mixtral", "moe__look_ahead": True}, "moe.look_ahead", "look ahead"),
         ({"moe__experts": 4}, "moe.experts", "of no use"),
     ],
 )

@@ -30,7 +30,7 @@ from partita.models.llama import make_llama
 from partita.train.loading import read_weights
 from partita_moe.change import add_experts
 from partita_moe.config import MoeConfig
-from partita_moe.routing import SIGMOID, SOFTMAX_CHOSEN
+from partita_moe.routing import EXPERT_CHOICE, SIGMOID, SOFTMAX_CHOSEN
 from partita_moe.upcycle import Upcycled
 
 SGD = ("moe.experts=4", "optimizer=sgd", "optimizer.lr=0.3", "train.grad_clip=0")
@@ -43,7 +43,7 @@ LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the wh
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_shared_out_experts_are_the_layer_of_one_rank(ranks: int) -> None:
     """Outputs and all gradients in float64, with ranks that have few tokens, and none."""
-    for top_k, gate, shared in ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0), (4, SOFTMAX_CHOSEN, 1)):
+    for top_k, gate, shared in ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0), (4, SOFTMAX_CHOSEN, 1), (2, EXPERT_CHOICE, 0)):
         for differences in run_ranks(ranks, compare_layer, (top_k, gate, shared), [7, 0, 1, 12][:ranks]):
             assert max(differences.values()) < 1e-12, differences
 
@@ -98,6 +98,17 @@ def test_every_degree_gives_the_same_training(reference: Any, tmp_path: Path, ro
     assert got[-1]["moe_load"] == want[-1]["moe_load"]  # of all layers, those of other stages too
     for name in ("moe_entropy", "moe_aux_loss", "moe_max_violation", "moe_dropped"):
         assert column(got, name) == pytest.approx(column(want, name), rel=1e-4, abs=1e-9), name
+
+
+def test_choosing_experts_train_alike_on_one_rank_and_two(tmp_path: Path) -> None:
+    """Other micro-batches, other ranks: the same tokens are taken, as many by each expert."""
+    model = ("model=bert", "moe=expert_choice", *SGD)
+    want = train(tmp_path / "one", "parallel.data=1", *model, steps=4)
+    got = train(tmp_path / "two", "parallel.data=2", "parallel.expert=2", "zero.stage=3", "train.micro_batch=1", *model, steps=4)
+    assert_same(got, want)
+    for line in [*want, *got]:
+        assert line["moe_max_violation"] == 0.0 and line["moe_load"] == [[0.25] * 4] * 2
+    assert column(got, "moe_untaken") == pytest.approx(column(want, "moe_untaken"))
 
 
 PRODUCT = [
