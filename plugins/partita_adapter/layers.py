@@ -13,7 +13,7 @@ from torch import nn
 
 from partita.models.common import Linear
 from partita.runtime.mesh import Group
-from partita.runtime.traffic import outside, purpose_of, sending
+from partita.runtime.traffic import sending_among
 from partita.state.parts import declared
 from partita.state.units import find_units
 from partita_adapter.quantized import Quantized
@@ -146,7 +146,7 @@ def row_lengths(
         if cut is None:
             return torch.linalg.vector_norm(whole, dim=1)
         squares = whole.square().sum(1)
-        with sending(purpose_of(cut), 2 * outside(squares, cut)):
+        with sending_among(cut, squares, 2):
             dist.all_reduce(squares, group=cut.process_group)
         return squares.sqrt()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partita.runtime.traffic import outside, sending
+from partita.runtime.traffic import sending_among
 from partita_moe.change import moe_layers
 from partita_moe.layer import FIGURES, ExpertLayer
 from partita_moe.routing import evened, worst_violation
@@ -73,6 +73,6 @@ def _gathered(run: Any, here: dict[str, ExpertLayer], names: list[str], experts:
     axes = ("pipeline", "replicate", "shard", "context") + (("tensor",) if run.plan.layout.sequence_parallel else ())
     group = run.mesh.group(axes)
     if group.size > 1:
-        with sending("expert_load", 2 * outside(table, group)):
+        with sending_among(group, table, 2, "expert_load"):
             dist.all_reduce(table, group=group.process_group)
     return table

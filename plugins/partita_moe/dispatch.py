@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
-from partita.runtime.traffic import outside, sending, sent
+from partita.runtime.traffic import sending_among, sent
 from partita_kernels import Order
 from partita_moe.packing import Packing
 
@@ -85,7 +85,7 @@ class _Arrive(torch.autograd.Function):
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
     """counts int64 [E]: rows for each expert. Returns [ranks, E / ranks]: rows that each rank has for each expert of this one."""
     out = counts.new_empty(counts.shape)
-    with sending(PURPOSE, outside(counts, group)):
+    with sending_among(group, counts, purpose=PURPOSE):
         dist.all_to_all_single(out, counts, group=group.process_group)
     return out.view(group.size, -1)
 

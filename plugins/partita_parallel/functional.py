@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
-from partita.runtime.traffic import outside, purpose_of, sending, sent
+from partita.runtime.traffic import sending_among, sent_among
 
 Tensor = torch.Tensor
 # torch 2.13 renamed them; both are flat
@@ -29,7 +29,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or `op`) of x over the group, in a new tensor."""
     out = x.contiguous().clone()
-    with sending(purpose_of(group), 2 * outside(out, group)):
+    with sending_among(group, out, 2):
         dist.all_reduce(out, op, group=group.process_group)
     return out
 
@@ -42,7 +42,7 @@ class Gathering:
         x = x.detach().contiguous()
         self._parts = x.new_empty((group.size, *x.shape))
         work = _all_gather(self._parts.view(-1), x.view(-1), group=group.process_group, async_op=True)
-        self._work = sent(purpose_of(group), outside(self._parts, group), work, x)
+        self._work = sent_among(group, self._parts, work)
 
     def wait(self) -> Tensor:
         """The whole tensor."""
@@ -64,7 +64,7 @@ class Scattering:
             work = _reduce_scatter(self._parts.view(-1), send.view(-1), group=group.process_group, async_op=True)
         else:
             work = dist.all_to_all_single(self._parts, send, group=group.process_group, async_op=True)
-        self._work = sent(purpose_of(group), outside(send, group), work, send)
+        self._work = sent_among(group, send, work)
         self._send = send  # alive until it has been sent
 
     def wait(self) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from partita.runtime.mesh import Group
-from partita.runtime.traffic import outside, purpose_of, sent
+from partita.runtime.traffic import sent_among
 from partita_parallel.functional import Gathering, Scattering, reduce, reduce_scatter
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ class _Column(torch.autograd.Function):
                 work = Scattering(dx, ctx.group, -2)
             else:
                 work = dist.all_reduce(dx, group=ctx.group.process_group, async_op=True)
-                work = sent(purpose_of(ctx.group), 2 * outside(dx, ctx.group), work, dx)
+                work = sent_among(ctx.group, dx, work, 2)
         dw = db = None
         if needs_w:
             whole = gathering.wait() if gathering is not None else x

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from partita.runtime.mesh import Group
-from partita.runtime.traffic import outside, purpose_of, sending
+from partita.runtime.traffic import sending_among
 
 Tensor = torch.Tensor
 
@@ -22,7 +22,7 @@ def _exchange(x: Tensor, group: Group, split: int, join: int) -> Tensor:
     """Part i of dimension `split` goes to rank i; what comes is put together along `join`, in rank order."""
     send = x.unflatten(split, (group.size, -1)).movedim(split, 0).contiguous()
     received = torch.empty_like(send)
-    with sending(purpose_of(group), outside(send, group)):
+    with sending_among(group, send):
         dist.all_to_all_single(received.view(-1), send.view(-1), group=group.process_group)
     return received.movedim(0, join).flatten(join, join + 1)
 

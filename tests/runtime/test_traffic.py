@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import xml.dom.minidom
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from partita.runtime import traffic as traffic_module
+from partita.runtime.mesh import Group
 from partita.runtime.relay import Relay
-from partita.runtime.traffic import Tally, Traffic, sending, sent, watch
+from partita.runtime.traffic import Tally, Traffic, sending, sending_among, sent, sent_among, watch
+from partita.runtime.transport import All, LoggedTransport, Transport
 from partita.train.communication import CommunicationLog
 
 CPU = torch.device("cpu")
@@ -105,12 +112,18 @@ def test_time_is_counted_once_however_many_messages_are_under_way() -> None:
     assert traffic.take() == {}
 
 
+class Late(Message):
+    """Arrives 50 ms after somebody has begun to wait."""
+
+    def wait(self) -> None:
+        time.sleep(0.05)
+
+
 def test_waiting_is_exposed_in_the_thread_that_computes_only() -> None:
-    traffic, messages = Traffic(), [Message(), Message()]
-    beside = threading.Thread(target=traffic.wait, args=("gathers", messages[0]))
+    traffic = Traffic()
+    beside = threading.Thread(target=traffic.wait, args=("gathers", Late()))
     beside.start()
-    threading.Timer(0.05, lambda: [m.arrive() for m in messages]).start()
-    traffic.wait("reductions", messages[1])
+    traffic.wait("reductions", Late())
     beside.join()
     tallies = traffic.take()
     assert tallies["reductions"].exposed >= 0.04 and "gathers" not in tallies
@@ -149,3 +162,58 @@ def test_the_table_gives_figures_of_one_step_and_the_picture_is_svg(tmp_path: Pa
     )  # half of the longest bar is exposed; the other has nothing
     heights = [float(b.getAttribute("height")) for b in boxes[3:]]
     assert heights == [pytest.approx(24, abs=0.1)] * 4  # a fifth of each step
+
+
+PAIR = Group(("tensor",), (0, 1), 0)
+CALLS = {  # method of `Transport` -> what it calls, and with which tensors
+    "all_to_all": ("all_to_all_single", (torch.zeros(8), torch.zeros(8))),
+    "all_gather": ("all_gather_into_tensor", (torch.zeros(8), torch.zeros(4))),
+    "reduce_scatter": ("reduce_scatter_tensor", (torch.zeros(4), torch.zeros(8))),
+    "all_reduce": ("all_reduce", (torch.zeros(8),)),
+    "share": ("broadcast", ((torch.zeros(4), torch.zeros(4)),)),
+    "swap": ("batch_isend_irecv", ((torch.zeros(4), torch.zeros(4)), (torch.zeros(4), torch.zeros(4)))),
+}
+
+
+def _traced(call: Callable[[], Any]) -> tuple[Any, set[str]]:
+    """What a call returns, and the functions of the log that it runs."""
+    ran = set()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == traffic_module.__file__:
+            ran.add(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        return call(), ran
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("method", list(CALLS))
+def test_off_a_message_is_the_backends_call_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is the backend's own, and none of the log's code runs; on, the same call is counted: half of 32 bytes, or what a ring sends."""
+    message = Message()
+    message.arrive()
+    name, tensors = CALLS[method]
+    monkeypatch.setattr(dist, name, lambda *a, **k: [message] if method == "swap" else message)
+    monkeypatch.setattr(dist, "P2POp", lambda *a: None)
+    work, ran = _traced(lambda: getattr(Transport(), method)(*tensors, PAIR, "p"))
+    assert ran == set()
+    assert work is message or isinstance(work, All)
+    counted = LoggedTransport()
+    work, ran = _traced(lambda: getattr(counted, method)(*tensors, PAIR, "p"))
+    work.wait()
+    assert "begin" in ran
+    tally = counted.take()["p"]
+    assert (tally.calls, tally.bytes) == (1, 32 if method == "all_reduce" else 16)
+    assert Transport().take() == {}
+    counted.close()
+
+
+def test_off_messages_of_layers_are_not_reckoned() -> None:
+    message = Message()
+    for call in (lambda: sent_among(PAIR, torch.zeros(8), message), lambda: sending_among(PAIR, torch.zeros(8))):
+        ran = _traced(call)[1]
+        assert len(ran) == 1  # which finds that nobody counts
+    assert sent_among(PAIR, torch.zeros(8), message) is message and sending_among(PAIR, torch.zeros(8)) is sending("", 0)

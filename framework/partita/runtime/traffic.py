@@ -193,6 +193,23 @@ def sending(purpose: str, size: int) -> AbstractContextManager[None]:
     return _NOTHING if _current is None else _current.blocking(purpose, size)
 
 
+def sending_among(group: Group, buffer: torch.Tensor, times: int = 1, purpose: str = "") -> AbstractContextManager[None]:
+    """`sending` of all that is not this rank's part of a buffer, `times` over; for the axes of the group, where no purpose is named.
+
+    What nobody counts isn't reckoned either.
+    """
+    if _current is None:
+        return _NOTHING
+    return _current.blocking(purpose or purpose_of(group), times * outside(buffer, group))
+
+
+def sent_among(group: Group, buffer: torch.Tensor, work: Any, times: int = 1, purpose: str = "") -> Any:
+    """The same of a message that has just begun; returns what to wait for."""
+    if _current is None:
+        return work
+    return sent(purpose or purpose_of(group), times * outside(buffer, group), work, buffer)
+
+
 def sent(purpose: str, size: int, work: Any, *tensors: Any) -> Any:
     """A message of this rank that has just begun; returns what to wait for. Nothing where nobody counts."""
     if _current is None or work is None:

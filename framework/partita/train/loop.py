@@ -14,7 +14,7 @@ from partita.errors import CheckpointError, NonFiniteError, PartitaError, RollBa
 from partita.plan.plan import AXES
 from partita.runtime import phase
 from partita.runtime.signals import signal_of
-from partita.runtime.traffic import outside, sent
+from partita.runtime.traffic import sent_among
 from partita.runtime.transport import LoggedTransport
 from partita.train.interval import SaveClock
 from partita.train.progress import Progress
@@ -51,7 +51,7 @@ class Control:
         self._work: Any = None
         if group.size > 1:
             work = dist.all_reduce(self._values, group=group.process_group, async_op=True)
-            self._work = sent("control", 2 * outside(self._values, group), work, self._values)
+            self._work = sent_among(group, self._values, work, 2, "control")
 
     def tokens(self) -> int:
         """Counted tokens of the whole update."""
