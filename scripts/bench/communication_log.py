@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ def microseconds(call: Callable[[], Any], repeats: int = 20_000) -> float:
     return best / repeats * 1e6
 
 
+def _waited(call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    call(*arguments, **options).wait()
+
+
 def messages() -> list[tuple[str, float, float, float]]:
     """(kind, bare, off, on), each in microseconds with its wait."""
     from partita.runtime import traffic, transport
@@ -82,15 +86,12 @@ def messages() -> list[tuple[str, float, float, float]]:
             dist.all_reduce(x, group=group.process_group)
 
     try:
-        bare = microseconds(lambda: dist.all_to_all_single(x, y, group=group.process_group, async_op=True).wait())
-        plain, counted = transport.Transport(), transport.LoggedTransport()
-        rows = [
-            (
-                "engine, all-to-all",
-                bare,
-                *(microseconds(lambda t=t: t.all_to_all(x, y, group, "p").wait()) for t in (plain, counted)),
-            )
-        ]  # type: ignore[misc]
+        bare = microseconds(partial(_waited, finished, x, y, group=None, async_op=True))
+        off, on = (
+            microseconds(partial(_waited, t.all_to_all, x, y, group, "p"))
+            for t in (transport.Transport(), transport.LoggedTransport())
+        )
+        rows = [("engine, all-to-all", bare, off, on)]
         for kind, call in (("layer, asynchronous", layer), ("layer, blocking", blocking)):
             off = microseconds(call)
             traffic.watch(traffic.Traffic())
@@ -191,4 +192,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
