@@ -13,6 +13,7 @@ from partita.plan.parts import expert_part
 from partita.plan.plan import EXPERT_AXES
 from partita.state.parts import declare, declared
 from partita_moe.experts import Experts, GeluExperts, SwiGluExperts
+from partita_moe.jitter import bring_noise
 from partita_moe.layer import ExpertLayer, MoeLayer
 from partita_moe.packing import PACKINGS
 from partita_moe.routings import TAKEN, routing_of
@@ -37,12 +38,17 @@ def add_experts(model: nn.Module, config: Any) -> nn.Module:
         if (i + 1) % moe.every == 0:
             before = sum(p.numel() for p in dense.parameters() if p.ndim > 1)
             block.mlp = layer = _layer(dense, routing, moe.ffn)
+            layer.block = i
+            if routing.jitter:
+                bring_noise(block, layer)
             layers.append((before, layer))
     if not found:
         raise ConfigError(
             f"moe.name: {type(model).__name__} has no feed-forward layers that are known to become experts\n"
             f"    -> use model=gpt, llama or bert, or moe=none; moe={TAKEN} runs the experts that a Hugging Face model has"
         )
+    if routing.jitter:
+        model.partita_noise = True  # type: ignore[assignment]
     if moe.upcycle is not None:
         from partita_moe.upcycle import Upcycled
 

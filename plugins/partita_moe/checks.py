@@ -53,6 +53,7 @@ def wrong(config: MoeConfig) -> list[Problem]:
     reason = "dense weights would compute something else with gates that don't sum to one, or beside shared experts."
     need(config.upcycle is None or alike, "upcycle", reason, "Use moe=mixtral or moe=gshard, without moe.shared.")
     problems += _wrong_chooser(config)
+    need(0 <= config.jitter < 1, "jitter", f"{config.jitter} is no width around one.", "Use 0 or more, below 1; e.g. 0.01.")
     residual = ROUTINGS[config.name].residual and bool(config.shared)
     need(not residual, "shared", "the residual form has its dense half already.", "Drop moe.shared, or use another routing.")
     return problems
@@ -106,6 +107,9 @@ def _wrong_balance(config: MoeConfig) -> list[Problem]:
 
 def _wrong_taken(config: MoeConfig) -> list[Problem]:
     plain = MoeConfig()
-    told = [key for key in OWN if getattr(config, key) != getattr(plain, key)]
-    remedy = "Drop it; the config of the model (model.options) says it."
-    return [*(Problem(f"moe.{k}", f"is the model's own with moe.name={TAKEN}.", remedy) for k in told), *_wrong_balance(config)]
+    reason, remedy = f"is the model's own with moe.name={TAKEN}.", "Drop it; the config of the model (model.options) says it."
+    problems = [Problem(f"moe.{k}", reason, remedy) for k in OWN if getattr(config, k) != getattr(plain, k)]
+    if config.jitter:
+        reason = "blocks of a Hugging Face model take no noise, so ranks would not draw the same numbers."
+        problems.append(Problem("moe.jitter", reason, "Drop it, or use model=gpt, llama or bert."))
+    return [*problems, *_wrong_chooser(config), *_wrong_balance(config)]

@@ -43,5 +43,8 @@ class MoeConfig:
     # who keeps a place where there is no room for all: position (first choices first, then earlier tokens: Fedus et al. 2022, section 2.2),
     # probability (the largest gates, whatever the position: what Riquelme et al. 2021, section 2.3, call batch prioritized routing)
     drop: str = "position"
+    # half the width of the random numbers around one that the router's input is multiplied by in training (Fedus et al. 2022, section 2.4:
+    # 1e-2); they depend on seed, step, sample, position and block only
+    jitter: float = 0.0
     # a run's folder or a checkpoint of the dense model as whose feed-forward layers all experts begin (Komatsuzaki et al. 2022)
     upcycle: str | None = None

@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from partita.models.noise import Noise
 from partita.runtime.mesh import Group
 from partita_kernels import Order, expert_order, permute, unpermute
 from partita_moe.dispatch import Exchange, by_expert, exchange_counts
 from partita_moe.expert_choice import taken
 from partita_moe.experts import Experts
+from partita_moe.jitter import jittered
 from partita_moe.packing import Packing
 from partita_moe.routing import EXPERT_CHOICE, Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
 
@@ -55,6 +57,8 @@ class ExpertLayer(nn.Module):
         # share of each expert in the update before
         self.register_buffer("load", torch.full((routing.experts,), 1.0 / routing.experts) if routing.balance == GLOBAL else None)
         self.group: Group | None = None
+        self.block = 0  # the number of the block that it lies in, which tells its random numbers from those of others
+        self.noise: Noise | None = None  # see `bring_noise`
         self.packing: Packing | None = None  # of rows on the wire
         self.term_weight: Callable[[], float] = lambda: 1.0
         self.counting: Callable[[], bool] = lambda: True
@@ -82,10 +86,11 @@ class ExpertLayer(nn.Module):
         """The answers of the experts together with those of the companion."""
         return routed if beside is None else beside + routed
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, C] -> [B, T, C]."""
+    def forward(self, x: Tensor, noise: Noise | None = None) -> Tensor:
+        """x [B, T, C] -> [B, T, C]. noise: of the jitter; None: none."""
         flat = x.reshape(-1, x.shape[-1])
-        logits = F.linear(wide(flat), wide(self.router_weight()))
+        seen = jittered(wide(x), self.routing.jitter, noise, self.block).reshape(flat.shape)
+        logits = F.linear(seen, wide(self.router_weight()))
         choice, order = self._chosen(logits, sequences=x.shape[0])
         if not flat.is_meta:
             flat = self._attach(flat, logits, choice, order, sequences=x.shape[0])

@@ -35,6 +35,7 @@ class Routing:
     bias_rate: float = 1e-3
     capacity: float | None = None
     drop: str = POSITION
+    jitter: float = 0.0
     shared: int = 0
     residual: bool = False
 

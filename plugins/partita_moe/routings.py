@@ -53,6 +53,7 @@ def routing_of(moe: Any) -> Any:
         bias_rate=moe.bias_rate,
         capacity=moe.capacity,
         drop=moe.drop,
+        jitter=moe.jitter,
         shared=row.shared if moe.shared is None else moe.shared,
         residual=row.residual,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import VOCAB, build
 
-from partita.models.noise import Noise, dropout, dropped
+from partita.models.noise import Noise, dropout, dropped, uniform
 from partita.train.loss import token_cross_entropy
 
 B, T, C = 16, 64, 256
@@ -76,6 +76,19 @@ def test_any_split_of_the_tokens_gives_the_same() -> None:
 
 def test_a_longer_sequence_or_wider_model_begins_alike() -> None:
     assert torch.equal(dropped(torch.empty(B, 8, 16), 0.5, Noise(7, 11, torch.arange(B)), 3), mask()[:, :8, :16])
+
+
+def test_numbers_between_are_even_and_of_no_layout() -> None:
+    """Mean 0 and variance 1/3, as many in each of 64 parts, and the same for any split of batch and tokens."""
+    whole = uniform(torch.empty(B, T, C), Noise(7, 11, torch.arange(B)), 3)
+    n = whole.numel()
+    assert whole.dtype == torch.float32 and float(whole.abs().max()) <= 1.0
+    assert abs(whole.double().mean().item()) < 5 * (1 / 3 / n) ** 0.5
+    assert whole.double().square().mean().item() == pytest.approx(1 / 3, abs=5 * (4 / 45 / n) ** 0.5)
+    counts = torch.histc(whole, 64, -1.0, 1.0)
+    assert (counts - n / 64).abs().max() < 5 * (n / 64) ** 0.5
+    part = uniform(torch.empty(3, 8, C), Noise(7, 11, torch.arange(5, 8), torch.arange(8, 16)), 3)
+    assert torch.equal(part, whole[5:8, 8:16])
 
 
 def test_large_numbers() -> None:

@@ -113,6 +113,16 @@ def test_trace_is_linear_in_micro_batch_and_halves_in_bf16():
     assert 0.5 <= block(2, torch.bfloat16) / block(2, torch.float32) < 0.52, "log-sums and statistics of norms stay in float32"
 
 
+def test_trace_leaves_forwards_that_were_replaced():
+    with torch.device("meta"):
+        model = Toy(4, 32, 4, 50)
+    for block in model.blocks[:3]:
+        block.forward = block.forward  # a plug-in's own, say
+    before = [vars(block).get("forward") for block in model.blocks]
+    assert not trace_activations(model, inspect_model(model).blocks, "root", (2, 8), torch.float32).reason
+    assert [vars(block).get("forward") for block in model.blocks] == before and before[3] is None
+
+
 def test_trace_sees_unit_inputs_and_matched_modules():
     model = Toy(2, 32, 4, 50)
     trace = trace_activations(model.to("meta"), ["blocks.0", "blocks.1"], "root", (2, 8), torch.float32, ["blocks.1.attention"])

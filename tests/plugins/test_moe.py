@@ -20,16 +20,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from small_models import VOCAB, make_config, spread
 
 from partita.errors import ConfigError
+from partita.models.bert import make_bert
 from partita.models.common import Mlp
 from partita.models.export import export_hf
+from partita.models.gpt import make_gpt
 from partita.models.init import initialize
 from partita.models.llama import SwiGlu, make_llama
+from partita.models.noise import Noise, uniform
 from partita.plan.plan import Layout, Plan
 from partita_kernels import expert_order
 from partita_moe.change import _layer, add_experts
 from partita_moe.checks import looks_ahead, wrong
 from partita_moe.config import MoeConfig
 from partita_moe.expert_choice import taken
+from partita_moe.jitter import PLACES, bring_noise
 from partita_moe.layer import MoeLayer
 from partita_moe.picture import heat_map
 from partita_moe.routing import (
@@ -46,8 +50,10 @@ from partita_moe.routing import (
     z_loss,
 )
 from partita_moe.strategy import partita_export
+from partita_recompute.checkpoint import checkpointed
 
 F64 = torch.float64
+MODELS = {"gpt": make_gpt, "llama": make_llama, "bert": make_bert}
 
 
 def make_layer(routing: Routing, swiglu: bool = False, width: int = 12, inner: int = 20) -> MoeLayer:
@@ -310,6 +316,58 @@ def test_experts_that_choose_in_a_masked_model(keys: dict[str, Any], layout: dic
     assert found[:1] == ([key] if key else [])
 
 
+# ------------------------------------------------------------------ jitter
+
+
+def test_jitter_is_of_the_routers_input_alone() -> None:
+    layer = make_layer(Routing(5, 2, SOFTMAX_CHOSEN, balance="none", jitter=0.4))
+    x, noise = torch.randn(3, 7, 12, dtype=F64), Noise(1, 2, torch.arange(3))
+    factor = 1 + 0.4 * uniform(x, noise, PLACES)
+    assert 0.6 <= float(factor.min()) < 0.65 and 1.35 < float(factor.max()) <= 1.4
+    choice = choose((x * factor).reshape(-1, 12) @ layer.router.t(), layer.routing)
+    want = plain(layer, x.reshape(-1, 12), choice.experts, choice.gates).view_as(x)
+    torch.testing.assert_close(layer(x, noise), want, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(layer(x, noise), layer(x))
+    still = make_layer(Routing(5, 2, SOFTMAX_CHOSEN, balance="none", jitter=0.0))
+    assert torch.equal(still(x, noise), layer(x)) and torch.equal(still(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bert"])
+def test_jitter_is_drawn_again_alike(name: str) -> None:
+    """Three blocks of two micro-batches, in flight together: their gradients are the same where blocks, or expert layers alone, are run again."""
+    moe = MoeConfig("mixtral", experts=4, jitter=0.5, aux_weight=0.0)
+    ids = torch.randint(VOCAB, (2, 3, 16), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for again in ("nothing", "blocks", "layers"):
+        with torch.device("meta"):
+            model: Any = add_experts(MODELS[name](make_config(name, layers=3), VOCAB), SimpleNamespace(moe=moe))
+        model = initialize(model, 3)
+        assert model.partita_noise
+        for block in model.blocks if again != "nothing" else ():
+            part = block if again == "blocks" else block.mlp
+            part.forward = checkpointed(part.forward)
+        sums = [model(ids[i], noise=Noise(1, 2, torch.arange(3) + 3 * i)).square().sum() for i in range(2)]
+        assert all(block.mlp.noise is None for block in model.blocks)
+        sums[0].backward()
+        sums[1].backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+    with torch.no_grad():
+        one, two = (model(ids[0], noise=Noise(1, step, torch.arange(3))) for step in (2, 3))
+        assert not torch.allclose(one, two)
+
+
+def test_blocks_without_noise_have_no_jitter() -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(ConfigError, match=r"moe\.jitter: Block\.forward takes no argument `noise`"):
+        bring_noise(Block(), make_layer(Routing(4, 1, SOFTMAX_ALL)))
+    assert [p.key for p in wrong(MoeConfig("hf", jitter=0.1))] == ["moe.jitter"]
+
+
 # ------------------------------------------------------------------ plans
 
 
@@ -341,6 +399,8 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
         ({"moe__name": "mixtral", "moe__drop": "probability"}, "moe.drop", "nobody is dropped"),
         ({"moe__name": "switch", "moe__capacity": 1.0, "moe__drop": "random"}, "moe.drop", "drops nobody"),
         ({"moe__name": "mixtral", "moe__look_ahead": True}, "moe.look_ahead", "look ahead"),
+        ({"moe__name": "mixtral", "moe__jitter": 1.0}, "moe.jitter", "no width"),
+        ({"moe__jitter": 0.1}, "moe.jitter", "of no use"),
         ({"moe__experts": 4}, "moe.experts", "of no use"),
     ],
 )

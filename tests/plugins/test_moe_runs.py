@@ -15,10 +15,11 @@ import transformers
 
 sys.path[:0] = [
     str(Path(__file__).parent),
-    *(str(Path(__file__).parents[1] / room) for room in ("distributed", "models", "train")),
+    *(str(Path(__file__).parents[1] / room) for room in ("distributed", "models", "parallel", "train")),
 ]
 
 import commands
+import layouts
 from moe_ranks import bytes_on_the_wire, column, compare_layer, train
 from pool import run_ranks
 from small_models import make_config
@@ -109,6 +110,52 @@ def test_choosing_experts_train_alike_on_one_rank_and_two(tmp_path: Path) -> Non
     for line in [*want, *got]:
         assert line["moe_max_violation"] == 0.0 and line["moe_load"] == [[0.25] * 4] * 2
     assert column(got, "moe_untaken") == pytest.approx(column(want, "moe_untaken"))
+
+
+JITTERED = ("model=llama", "model.layers=4", "model.dropout=0", "moe=mixtral", "moe.balance=global", *SGD, "moe.jitter=0.3")
+
+
+@pytest.fixture(scope="module")
+def jittered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Metrics of one rank."""
+    return train(tmp_path_factory.mktemp("jitter"), "parallel.data=1", *JITTERED, steps=3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.data=2", "parallel.expert=2", "train.micro_batch=1", "recompute=full"),
+        # several micro-batches under way, a part of their tokens here, and layers alone that run again
+        (
+            "parallel.data=1",
+            "parallel.pipeline=2",
+            "parallel.tensor=2",
+            "parallel.sequence_parallel=true",
+            "train.micro_batch=2",
+            "recompute=selective",
+            "recompute.patterns=[mlp]",
+        ),
+        pytest.param(("parallel.data=1", "parallel.context=2", "train.micro_batch=4"), marks=LONG),
+        pytest.param(
+            ("parallel.data=1", "parallel.pipeline=2", "parallel.schedule=zbv", "train.micro_batch=1", "recompute=full"),
+            marks=LONG,
+        ),
+    ],
+    ids=str,
+)
+def test_jitter_is_drawn_alike_in_every_layout(jittered: Any, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    assert_same(train(tmp_path, *overrides, *JITTERED, steps=3), jittered)
+
+
+def test_jitter_is_of_training_alone(jittered: Any, tmp_path: Path) -> None:
+    """With the same weights losses differ in training, and are the same in evaluation."""
+    still, moved = (
+        layouts.train(tmp_path / j, "parallel.data=1", *JITTERED, f"moe.jitter={j}", "optimizer.lr=0", steps=1, evaluate=True)
+        for j in ("0", "0.9")
+    )
+    assert still["eval"] == moved["eval"]
+    assert abs(still["losses"][0] - moved["losses"][0]) > 1e-5
+    assert jittered[0]["loss"] not in (still["losses"][0], moved["losses"][0])
 
 
 PRODUCT = [

@@ -1,4 +1,4 @@
-"""Dropout from a counter: what is dropped depends on seed, step, layer, sample, token and channel, never on the layout.
+"""Random numbers from a counter: what dropout drops depends on seed, step, layer, sample, token and channel, never on the layout.
 
 A torch generator would give other values for another split of the batch, and would have to be saved and replayed. Here each
 element hashes its own coordinates, so recomputation, resuming and any number of ranks see the same zeros.
@@ -54,6 +54,20 @@ def dropout(x: torch.Tensor, p: float, noise: Noise | None, layer: int) -> torch
 @torch.no_grad()
 def dropped(x: torch.Tensor, p: float, noise: Noise, layer: int) -> torch.Tensor:
     """Bool [B, T, C]: which elements of x are dropped. p is rounded to a multiple of 2^-32."""
+    return _element_hashes(x, noise, layer) < round(p * 2**32) - 2**31
+
+
+@torch.no_grad()
+def uniform(x: torch.Tensor, noise: Noise, layer: int) -> torch.Tensor:
+    """float32 [B, T, C]: a number for each element of x, drawn evenly from -1 to 1. layer: as in `dropout`.
+
+    A model that draws outside of dropout says so by a true attribute `partita_noise`: else there is noise only where `model.dropout` is not zero.
+    """
+    return _element_hashes(x, noise, layer).float() * 2.0**-31
+
+
+def _element_hashes(x: torch.Tensor, noise: Noise, layer: int) -> torch.Tensor:
+    """int32 [B, T, C]: a hash of all coordinates of each element of x."""
     rows = _row_hashes(x.shape[1], noise, layer, x.device)
     first, second = _low(rows), _low(rows >> 32)
     channels = torch.arange(x.shape[2], dtype=torch.int32, device=x.device) * _C32
@@ -62,7 +76,7 @@ def dropped(x: torch.Tensor, p: float, noise: Noise, layer: int) -> torch.Tensor
     h *= _B32S
     h ^= (h >> 16) & 0xFFFF
     h *= _A32
-    return h < round(p * 2**32) - 2**31
+    return h
 
 
 def _row_hashes(tokens: int, noise: Noise, layer: int, device: torch.device) -> torch.Tensor:

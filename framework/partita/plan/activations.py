@@ -179,6 +179,7 @@ class Alike:
                 self._like[name] = alike[run - 1]
         self._outputs: dict[str, Any] = {}
         self._handles: list[Any] = []
+        self._own = {name: vars(self._modules[name]).get("forward") for name in self._like}  # forwards that were replaced before
 
     def __enter__(self) -> Alike:
         for name in set(self._like.values()):
@@ -190,8 +191,10 @@ class Alike:
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        for name in self._like:
+        for name, own in self._own.items():
             del self._modules[name].forward
+            if own is not None:
+                self._modules[name].forward = own
 
     def _note(self, name: str) -> Any:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:

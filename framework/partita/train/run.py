@@ -203,7 +203,7 @@ def _step_context(run: Run, loss: Any) -> StepContext:
         run.plan,
         run.view.loss(loss),
         seed=run.config.seed,
-        noise=model.dropout > 0,
+        noise=model.dropout > 0 or getattr(run.model, "partita_noise", False),
         label_smoothing=t.label_smoothing,
         z_loss=t.z_loss,
     )

@@ -26,7 +26,7 @@ REPEATED = ("pipeline", "tensor")  # axes whose ranks read the same tokens
 class StepContext:
     """What an executor is made of. No part of it knows of a command line or a run folder.
 
-    loss: of the slot `loss`. noise: whether the model drops anything (noise of `seed`, step and sample). label_smoothing, z_loss: in
+    loss: of the slot `loss`. noise: whether the model draws anything (noise of `seed`, step and sample). label_smoothing, z_loss: in
     training only.
     """
 
