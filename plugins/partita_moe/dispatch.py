@@ -28,11 +28,12 @@ class Exchange:
         self._given, self._taken, self._group, self._packing = given, taken, group, packing
         self._work: Any = None
         self.rows: list[Tensor] = []  # gradients on their way back
-        self._out: Tensor = _Depart.apply(x, self)
+        self._out: list[Tensor] = [_Depart.apply(x, self)]
 
     def arrived(self) -> Tensor:
-        """The rows of the others [m, C], in the order of ranks."""
-        return _Arrive.apply(self._out, self)
+        """The rows of the others [m, C], in the order of ranks. To be called once."""
+        # Kept here, the rows would keep the graph, and the graph this object: memory that nobody can find.
+        return _Arrive.apply(self._out.pop(), self)
 
     def start(self, x: Tensor, back: bool = False) -> Tensor:
         """Memory that the rows will be in once `wait` has returned."""
