@@ -88,13 +88,16 @@ def _count_active(model: nn.Module, dense_weights: int, layers: list[tuple[int, 
 
 def share_experts(model: nn.Module, run: Any) -> nn.Module:
     """Tell the layers what they need of the run, and leave this rank its experts of each."""
-    group = run.mesh.group(EXPERT_AXES) if run.plan.layout.expert > 1 else None
+    layout = run.plan.layout
+    group = run.mesh.group(EXPERT_AXES) if layout.expert > 1 else None
+    pieces = run.mesh.group(("context", "tensor") if layout.sequence_parallel else ("context",))
     for layer in model.modules():
         if not isinstance(layer, ExpertLayer):
             continue
         layer.term_weight = lambda: run.engine.share * run.engine.scaler.value
         layer.counting = lambda: not run.engine.recomputing
         layer.group = group
+        layer.pieces = pieces if pieces.size > 1 else None
         layer.packing = PACKINGS.get(run.plan.collectives.expert_dispatch.format)
         if group is None:
             continue

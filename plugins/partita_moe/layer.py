@@ -6,22 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from partita.models.noise import Noise
 from partita.runtime.mesh import Group
+from partita.runtime.traffic import sending_among
 from partita_kernels import Order, expert_order, permute, unpermute
 from partita_moe.dispatch import Exchange, by_expert, exchange_counts
 from partita_moe.expert_choice import taken
 from partita_moe.experts import Experts
 from partita_moe.jitter import jittered
 from partita_moe.packing import Packing
-from partita_moe.routing import EXPERT_CHOICE, Choice, Routing, balance_loss, choose, wide, within_capacity, z_loss
+from partita_moe.routing import EXPERT_CHOICE, Choice, Routing, balance_loss, choose, chosen, wide, within_capacity, z_loss
 
 Tensor = torch.Tensor
-GLOBAL = "global"
-LOSSES = ("sequence", "batch", GLOBAL)  # balances that are a term of the objective
+SEQUENCE, GLOBAL = "sequence", "global"
+LOSSES = (SEQUENCE, "batch", GLOBAL)  # balances that are a term of the objective
 FIGURES = ("dropped choices", "tokens without an expert", "auxiliary loss x tokens", "entropy of the choice x tokens", "tokens")
 
 
@@ -57,6 +59,7 @@ class ExpertLayer(nn.Module):
         # share of each expert in the update before
         self.register_buffer("load", torch.full((routing.experts,), 1.0 / routing.experts) if routing.balance == GLOBAL else None)
         self.group: Group | None = None
+        self.pieces: Group | None = None  # ranks that hold the other tokens of the same sequences
         self.block = 0  # the number of the block that it lies in, which tells its random numbers from those of others
         self.noise: Noise | None = None  # see `bring_noise`
         self.packing: Packing | None = None  # of rows on the wire
@@ -107,7 +110,9 @@ class ExpertLayer(nn.Module):
 
     def _attach(self, flat: Tensor, logits: Tensor, choice: Choice, order: Order, sequences: int) -> Tensor:
         routing = self.routing
-        auxiliary = balance_loss(choice, routing, sequences, self.load) if routing.balance in LOSSES else None
+        auxiliary = None
+        if self.training and routing.balance in LOSSES:
+            auxiliary = balance_loss(choice, routing, sequences, self._share(choice, sequences))
         self._count(choice, order, auxiliary)
         if not (self.training and torch.is_grad_enabled()):
             return flat
@@ -117,6 +122,16 @@ class ExpertLayer(nn.Module):
         if routing.z_weight:
             term = term + routing.z_weight * z_loss(logits)
         return Attach.apply(flat, term * len(flat), self.term_weight) if term.requires_grad else flat
+
+    @torch.no_grad()
+    def _share(self, choice: Choice, sequences: int) -> Tensor | None:
+        """The share of each expert where it isn't that of the tokens that are here: see `balance_loss`."""
+        if self.routing.balance != SEQUENCE or self.pieces is None:
+            return self.load
+        counts = chosen(choice, self.routing, sequences).sum(1)
+        with sending_among(self.pieces, counts, 2, "expert_load"):
+            dist.all_reduce(counts, group=self.pieces.process_group)
+        return counts / counts.sum(-1, keepdim=True)
 
     @torch.no_grad()
     def _count(self, choice: Choice, order: Order, auxiliary: Tensor | None) -> None:

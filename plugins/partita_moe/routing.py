@@ -68,15 +68,21 @@ def balance_loss(choice: Choice, routing: Routing, sequences: int, share: Tensor
     """E * sum_i f_i P_i, 0-d: 1 where loads are even, E where one expert has all (Fedus et al. 2022, equation 4).
 
     f_i: share of choices that fall on expert i; P_i: its mean probability. By `sequence` it is taken over each of the `sequences` equal parts of the tokens
-    and averaged, so it does not depend on how sequences are dealt to ranks and micro-batches; by `batch` over all tokens that are here; by `global` f is
-    the given `share` [E], counted over all tokens of the update before (Qiu et al. 2025, section 3, with counts that need no wait).
+    and averaged, so it does not depend on how sequences are dealt to ranks and micro-batches; by `batch` over all tokens that are here. share: f
+    where it isn't counted here: [parts, E] of sequences that other ranks have parts of, or by `global` [E] of all tokens of the update before
+    (Qiu et al. 2025, section 3, with counts that need no wait). As f has no gradient, the sum over ranks, by their tokens, is then that of whole sequences.
     """
     parts = sequences if routing.balance == "sequence" else 1
     mean = choice.probabilities.view(parts, -1, routing.experts).mean(1)
     if share is None:
-        chosen = torch.zeros_like(choice.probabilities).scatter_add_(1, choice.experts, torch.ones_like(choice.gates))
-        share = chosen.view(parts, -1, routing.experts).mean(1) / routing.top_k
+        share = chosen(choice, routing, parts).mean(1) / routing.top_k
     return routing.experts * (share * mean).sum(-1).mean()
+
+
+def chosen(choice: Choice, routing: Routing, parts: int) -> Tensor:
+    """[parts, T / parts, E]: 1 where a token has chosen an expert, else 0; without a gradient."""
+    taken = torch.zeros_like(choice.probabilities)
+    return taken.scatter_add_(1, choice.experts, torch.ones_like(choice.gates)).view(parts, -1, routing.experts)
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def test_choosing_experts_train_alike_on_one_rank_and_two(tmp_path: Path) -> Non
     assert column(got, "moe_untaken") == pytest.approx(column(want, "moe_untaken"))
 
 
-JITTERED = ("model=llama", "model.layers=4", "model.dropout=0", "moe=mixtral", "moe.balance=global", *SGD, "moe.jitter=0.3")
+JITTERED = ("model=llama", "model.layers=4", "model.dropout=0", "moe=mixtral", *SGD, "moe.jitter=0.3")
 
 
 @pytest.fixture(scope="module")
