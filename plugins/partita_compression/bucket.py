@@ -9,12 +9,12 @@ import torch
 from partita.runtime.collectives import Collectives, ReadState, Then, Work
 from partita.runtime.mesh import Group
 from partita.state.layout import BucketLayout
-from partita.state.slices import StateSlice
+from partita.state.slices import Apart, StateSlice
 from partita.state.units import SHARED
 from partita_compression.exchange import Exchange, gather
 from partita_compression.formats import reduce_format
 from partita_compression.hierarchy import Hops
-from partita_compression.ledger import BASIS, ERROR, MOMENTUM, SCALE, SPEED, Kept, Ledger
+from partita_compression.ledger import BASIS, ERROR, MEETING, MOMENTUM, SCALE, SPEED, Kept, Ledger
 from partita_compression.local import Meeting
 from partita_compression.lowrank import LowRank
 from partita_compression.momentum import Momentum
@@ -260,8 +260,17 @@ class BucketCollectives:
                 kept.tensor.zero_()
 
     def slices(self) -> list[StateSlice]:
-        """What is kept, of ranks that save."""
-        return self.ledger.slices()
+        """What is kept, of ranks that save. The weights of the last meeting are those of the model until the groups go on."""
+        if self.meeting is None:
+            return self.ledger.slices()
+        first, saved = self.groups.index * self.bucket.shard, not self.meeting.met and self.groups.copy == 0
+        return self.ledger.slices() + self.ledger.weights(MEETING, self.meeting.last, first, saved)
+
+    def apart(self) -> Apart:
+        """Groups that train for themselves: weights are the same until they go on from a meeting."""
+        if self.meeting is None:
+            return Apart()
+        return Apart(self.meeting.groups.rank, self.meeting.groups.size, weights=not self.meeting.met)
 
 
 def _scale(buffer: torch.Tensor, factor: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from partita.state.units import SHARED
 ERROR, MOMENTUM = "error", "momentum"
 BASIS, SCALE = "basis", "scale"  # the same on all ranks: PowerSGD's thin matrices, the average factor of clipping
 SPEED = "speed"  # of DiLoCo: the same in all groups of ranks
+MEETING = "meeting"  # weights of the last meeting
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,22 @@ class Ledger:
         heir = Heir(self.finder, (kept.kind, self._cut(), parameter), lo, lo + data.numel(), heirs)
         return StateSlice(key, (data.numel(),), data.dtype, 0, data.numel(), data, optional=True, instead=heir)
 
+    def weights(self, kind: str, tensor: torch.Tensor, first: int, saved: bool) -> list[StateSlice]:
+        """Of a buffer for weights from element `first` of the bucket on, which all that have it share: whole tensors to any layout.
+
+        What is not stored begins as the model's weights. saved: by this rank.
+        """
+        second = self.bucket.unit.startswith(SHARED) and self.mesh.coordinates["pipeline"] > 0
+        out = []
+        for s in self.bucket.segments:
+            lo, hi = max(first, s.offset), min(first + tensor.numel(), s.offset + s.numel)
+            for at, to, n in s.part.runs(lo - s.offset, hi - s.offset) if lo < hi else ():
+                start, model = at + s.offset - first, partial(_stored, Term(f"model.{s.name}", to, to + n, 0))
+                data = tensor[start : start + n]
+                fixed = (f"wire.{kind}.{s.name}", s.part.shape, data.dtype, to, to + n, data)
+                out.append(StateSlice(*fixed, optional=True, instead=model, saved=saved and not second))
+        return out
+
     def _same(self, kind: str, parameter: str, tensor: torch.Tensor) -> StateSlice:
         key = self._key(kind, "own", 0, parameter)
         anyone = Heir(self.finder, (kind, self._cut(), parameter), 0, tensor.numel(), None)
@@ -127,6 +145,10 @@ class Ledger:
         """Where this rank is along axes that cut its tensors, or hold copies of them; parts that are cut elsewhere don't fit together."""
         axes = [a for a in AXES if a not in self._senders() and a != "pipeline" and getattr(self.mesh.layout, a) > 1]
         return "-".join(f"{a}{self.mesh.coordinates[a]}of{getattr(self.mesh.layout, a)}" for a in axes) or "whole"
+
+
+def _stored(term: Term, stored: Mapping[str, Any]) -> list[Term]:
+    return [term] if term.key in stored else []
 
 
 @dataclass(frozen=True)

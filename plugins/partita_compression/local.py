@@ -24,6 +24,7 @@ class Meeting:
     """Of one bucket. groups: the ranks at this place in all groups. exchange: in few bits; None: natively.
 
     last: this rank's shard of the weights at the last meeting, float32. speed: Nesterov's momentum, in DiLoCo.
+    A checkpoint between meetings has both, and the states of each group (`partita.state.slices.Apart`).
     """
 
     local: Local
@@ -32,6 +33,7 @@ class Meeting:
     exchange: Exchange | None
     last: torch.Tensor
     speed: torch.Tensor | None
+    met: bool = False  # and nobody has gone on since
 
     def meet(self, weights: torch.Tensor) -> None:
         """Set this rank's shard of the weights, the same in all groups to the bit."""
@@ -45,12 +47,15 @@ class Meeting:
             way.add_(self.speed, alpha=momentum).mul_(self.local.lr)
         self.last.sub_(way)
         weights.copy_(self.last)
+        self.met = True
 
 
-def begin(engine: StateEngine) -> None:
-    """All groups have the same weights: here they met. From now on somebody calls `meet`."""
+def begin(engine: StateEngine, met: bool = True) -> None:
+    """From now on somebody calls `meet`. met: all groups have the same weights, here they met; else a load has brought those of the last time."""
     for bucket, meeting in _meetings(engine):
-        meeting.last.copy_(bucket.master.near)
+        if met:
+            meeting.last.copy_(bucket.master.near)
+            meeting.met = True
         wire: Any = bucket.collectives
         wire.owner.meets = True
 

@@ -9,7 +9,7 @@ import torch
 from partita.errors import PartitaError
 from partita.plan.plan import AXES, EXPERT_AXES, GRADIENT_AXES
 from partita.runtime.collectives import CollectiveContext, Collectives, ReadState, collectives_for
-from partita.state.slices import StateSlice
+from partita.state.slices import Apart, StateSlice
 from partita_compression.bucket import BucketCollectives
 from partita_compression.formats import Stochastic, gather_format, reduce_format
 from partita_compression.hierarchy import Levels
@@ -78,6 +78,9 @@ class CompressedCollectives:
         if isinstance(self.reduce_format, Stochastic):
             self.reduce_format.begin(update * self.context.mesh.world + self.context.mesh.rank)
         self.update, self.passes = update, self.passes + 1
+        for bucket in self._buckets:
+            if bucket.meeting is not None:
+                bucket.meeting.met = False
 
     @property
     def clip(self) -> float:
@@ -87,6 +90,10 @@ class CompressedCollectives:
     def slices(self) -> list[StateSlice]:
         """Buckets have them."""
         return []
+
+    def apart(self) -> Apart:
+        """Buckets say it."""
+        return Apart()
 
 
 def make_compressed(context: CollectiveContext) -> Collectives:

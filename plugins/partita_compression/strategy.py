@@ -202,11 +202,12 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
 
 @hookimpl
 def partita_run_start(run: Any) -> None:
-    """Groups that train for themselves begin with the same weights."""
-    if _local(run):
+    """Groups that train for themselves begin with the same weights, or go on from between two meetings."""
+    local = _local(run)
+    if local:
         from partita_compression.local import begin
 
-        begin(run.engine)
+        begin(run.engine, met=run.step % local.every == 0)
 
 
 @hookimpl

@@ -15,7 +15,7 @@ import torch
 from partita.plan.plan import Plan
 from partita.runtime.mesh import Group, Mesh
 from partita.runtime.transport import Chain, Transport, Work
-from partita.state.slices import StateSlice
+from partita.state.slices import Apart, StateSlice
 
 ReadState = Callable[[str], torch.Tensor]  # name of an optimizer state -> this rank's shard of it, after the last update
 GRADIENTS, WEIGHTS = "gradient_reduce", "parameter_gather"  # purposes, named as in the plan
@@ -41,6 +41,9 @@ class Collectives(Protocol):
 
     def slices(self) -> list[StateSlice]:
         """State of its own that a checkpoint keeps, this rank's part."""
+
+    def apart(self) -> Apart:
+        """Whether the outermost copies of the bucket's states go their own ways, so that a checkpoint needs all of them."""
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """Sum `source` [size * n] over the group; part `group.rank` goes into `output` [n] (added if `accumulate`)."""
@@ -131,6 +134,10 @@ class GlooCollectives:
     def slices(self) -> list[StateSlice]:
         """None."""
         return []
+
+    def apart(self) -> Apart:
+        """All ranks sum all gradients: copies are equal."""
+        return Apart()
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, group: Group, *, accumulate: bool) -> Work:
         """See `Collectives`."""

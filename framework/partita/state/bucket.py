@@ -24,7 +24,7 @@ from partita.runtime.mesh import Group
 from partita.state.journal import Journal
 from partita.state.layout import BucketLayout, Segment, StateLayout, dtype_of
 from partita.state.optimizers import State
-from partita.state.slices import StateSlice
+from partita.state.slices import Apart, StateSlice
 from partita.state.tiers import Array, Done, Homes, Pending
 from partita_kernels import put_squared, squared_norm
 
@@ -435,6 +435,10 @@ class Bucket:
     def wire_slices(self) -> list[StateSlice]:
         """What the collectives of this bucket hold for themselves, such as errors of compression."""
         return self._collectives.slices()
+
+    def apart(self) -> Apart:
+        """Whether copies of its states go their own ways."""
+        return self._collectives.apart()
 
     def state_view(self, name: str, lo: int, hi: int, segment: Segment | None) -> torch.Tensor:
         """What belongs to elements [lo, hi) of this rank's shard in a state that lies on the device; `segment`: that they lie in."""

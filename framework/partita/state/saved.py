@@ -15,18 +15,28 @@ from partita.state.tiers import Array
 
 
 def slices_to_save(buckets: Iterable[Bucket], owns: Callable[[Bucket], bool]) -> list[StateSlice]:
-    """This rank's share of the states in `buckets` that it `owns`: ranks that hold the same shard divide the work among them."""
+    """This rank's share of the states in `buckets` that it `owns`: ranks that hold the same shard divide the work among them.
+
+    Of groups that go their own ways each saves what differs.
+    """
     out: list[StateSlice] = []
     for bucket in buckets:
-        out += bucket.wire_slices()
+        out += [s for s in bucket.wire_slices() if s.saved]
         if not owns(bucket):
             continue
-        copy, copies = bucket.groups.copy, bucket.groups.copies
+        apart = bucket.apart()
+        copies = bucket.groups.copies // apart.groups
+        copy = bucket.groups.copy % copies
         for s, lo, hi in bucket.layout.owned(bucket.index):
             a = lo + (hi - lo) * copy // copies
             b = lo + (hi - lo) * (copy + 1) // copies
             if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
-                out += slices_of(bucket, s, a, b)
+                mine = slices_of(bucket, s, a, b)
+                out += [
+                    replace(x, key=apart.own(x.key) or x.key)
+                    for x in mine
+                    if not apart.group or apart.weights or not x.key.startswith("model.")
+                ]
     return out
 
 
@@ -35,7 +45,7 @@ def slices_to_load(buckets: Iterable[Bucket]) -> list[StateSlice]:
     out: list[StateSlice] = []
     for bucket in buckets:
         for s, lo, hi in bucket.layout.owned(bucket.index):
-            out += slices_of(bucket, s, lo, hi)
+            out += [replace(x, own=bucket.apart().own(x.key)) for x in slices_of(bucket, s, lo, hi)]
         out += [replace(s, optional=True) for s in bucket.wire_slices()]
     return out
 

@@ -53,7 +53,7 @@ def load_slices(
     """
     index = read_index(find_checkpoint(path))
     skipped = {s.key for s in slices if skip is not None and skip(index, s.key)}
-    slices = [s for s in slices if s.key not in skipped]
+    slices = [s.found_in(index.tensors) for s in slices if s.key not in skipped]
     unusable = {s.key: why for s in slices if (why := _unusable(index.tensors.get(s.key), s))}
     needed = {s.key: unusable[s.key] for s in slices if s.key in unusable and not s.optional}
     if needed and not partial:

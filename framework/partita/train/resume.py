@@ -13,7 +13,7 @@ import torch.distributed as dist
 from partita.errors import CheckpointError
 from partita.runtime import phase
 from partita.runtime.rng import get_rng_state, set_rng_state
-from partita.state.slices import StateSlice
+from partita.state.slices import StateSlice, plain_key
 from partita.train.index import Index, find_checkpoint, read_index, readable, some
 from partita.train.loading import LoadReport
 
@@ -65,7 +65,7 @@ def _kept(run: Run, slices: Sequence[StateSlice]) -> tuple[Sequence[StateSlice],
     if config.save_optimizer and not frozen:
         return slices, left_out
     kept = [s for s in slices if s.key.removeprefix(WEIGHT) not in frozen or not s.key.startswith(WEIGHT)]
-    return [s for s in kept if config.save_optimizer or not s.key.startswith(MOMENT)], left_out
+    return [s for s in kept if config.save_optimizer or not plain_key(s.key).startswith(MOMENT)], left_out
 
 
 def _frozen(run: Run) -> set[str]:
@@ -123,7 +123,8 @@ def _newer(run: Run, path: Path | None) -> Path | None:
     assert run.memory is not None
 
     def needed(index: Index) -> set[int]:
-        wanted = [s for s in run.engine.load_slices() if s.key in index.tensors]
+        found = (s.found_in(index.tensors) for s in run.engine.load_slices())
+        wanted = [s for s in found if s.key in index.tensors]
         return {part.rank for s in wanted for part in index.tensors[s.key].overlaps(s.lo, s.hi)}
 
     return run.memory.restore(needed, at_least=step_of(path) if path else 0) or path
