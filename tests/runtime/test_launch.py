@@ -68,6 +68,14 @@ def test_a_rank_that_is_killed_before_it_has_begun_ends_the_run(start: Any, rank
     assert program.alive() == []
 
 
+def test_a_rank_that_is_killed_when_all_is_done_ends_the_run(start: Any) -> None:
+    """The other one waits for the launcher to take its result."""
+    program = start("late", rank=1, steps=3)
+    assert program.status(15) == 1
+    assert "rank 1 of 2 failed at step 3 (done): its process was ended by SIGKILL" in program.err
+    assert program.alive() == []
+
+
 def test_ranks_at_different_places_are_named_when_time_is_up(start: Any) -> None:
     program = start("loop", how="lone", rank=0, timeout=3)
     assert program.status(60) == 1

@@ -18,6 +18,7 @@ from partita.errors import PartitaError, RunInterrupted
 from partita.plan.plan import Plan
 from partita.runtime import phase
 from partita.runtime.launch import launch
+from partita.runtime.phase import DONE
 from partita.runtime.signals import StopFlag, signal_of
 from partita.runtime.spec import RunSpec
 
@@ -106,6 +107,23 @@ def _die_early(victim: int) -> None:
     phase.share = share
 
 
+def late(spec: RunSpec) -> dict[str, Any]:
+    """As `loop`; `main` sees to it that a rank is killed when all its work is done."""
+    return loop(spec)
+
+
+def _die_late(victim: int) -> None:
+    told = phase.set
+
+    def note(*, step: int, phase: str) -> None:
+        told(step=step, phase=phase)
+        if phase == DONE and int(os.environ["RANK"]) == victim:
+            time.sleep(0.5)  # the other one is done, too
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    phase.set = note
+
+
 def sweep(folder: Path) -> int:
     """Three jobs of one process, the second of which fails."""
     results: list[Any] = []
@@ -134,6 +152,8 @@ def main() -> int:
         return sweep(path)
     if entry == "early":
         _die_early(int(extra["rank"]))
+    if entry == "late":
+        _die_late(int(extra["rank"]))
     started = time.time()
     try:
         summary = launch(globals()[entry], make_spec(path, ranks, **options), ranks)

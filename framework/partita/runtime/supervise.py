@@ -108,9 +108,10 @@ class Supervisor:
         if self.late or self._over.is_set() or os.getpid() != self._owner:
             return bool(self.ended)
         for rank, position in enumerate(self._board.all()):
-            if position.pid and position.phase != DONE and rank not in self.ended:
+            if position.pid and rank not in self.ended:
                 status = exit_status(position.pid)
-                if status is not None:
+                # a rank that is done waits for the launcher to take its result, and is missed by the others if it is killed there
+                if status is not None and (status or position.phase != DONE):
                     self.ended[rank] = status
         return bool(self.ended)
 
