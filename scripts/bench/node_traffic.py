@@ -36,8 +36,9 @@ def crossed(network: Network, folder: Path, *overrides: str) -> int:
     before = sum(network.sent(node) for node in range(2))
     command = [sys.executable, str(TRAIN), f"run.dir={folder}", *COMMON, *overrides]
     ended = network.run(command, ranks=2, timeout=300)
-    if any(e.status for e in ended):
-        raise SystemExit(f"the run failed:\n{ended[0].output[-3000:]}")
+    failed = next((e for e in ended if e.status), None)
+    if failed is not None:
+        raise SystemExit(f"a rank ended with status {failed.status}:\n{failed.output[-3000:]}")
     return sum(network.sent(node) for node in range(2)) - before
 
 
