@@ -213,9 +213,17 @@ def test_experts_begin_as_the_dense_layer(tmp_path: Path) -> None:
 def test_a_run_draws_its_loads_and_is_exported(tmp_path: Path) -> None:
     """Through the command line: two ranks that share experts, a picture in the run's folder, a Mixtral that transformers loads."""
     commands.train(
-        tmp_path / "run", "model=llama", "moe=mixtral", "moe.experts=4", "parallel.data=2", "parallel.expert=2", "train.steps=3"
+        tmp_path / "run",
+        "model=llama",
+        "moe=mixtral",
+        "moe.experts=4",
+        "parallel.data=2",
+        "parallel.expert=2",
+        "train.steps=3",
+        "train.sample=4",
     )
     assert "<svg" in (tmp_path / "run/moe_load.svg").read_text()
+    assert (tmp_path / "run/sample.txt").read_text()  # by both ranks: each holds experts that the text needs
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "out"))
     assert type(theirs).__name__ == "MixtralForCausalLM"
     trained = read_weights(tmp_path / "run")["blocks.1.mlp.experts.gate_up"]

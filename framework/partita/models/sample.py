@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from partita.errors import PartitaError
@@ -33,6 +34,22 @@ class Choice:
         p = (values / self.temperature).softmax(0)
         i = int(torch.multinomial(p, 1, generator=self.generator))
         return int(ids[i]), float(p[i])
+
+
+class Agreed(nn.Module):
+    """A model whose logits are those of rank 0 on all ranks, which call it together: so all draw the same tokens, and stop together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.partita_loss = getattr(model, "partita_loss", "causal")
+        self.context = getattr(model, "context", None)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids: int64 [B, T] -> logits [B, T, vocab]."""
+        logits: torch.Tensor = self.model(input_ids).contiguous()
+        dist.broadcast(logits, 0)
+        return logits
 
 
 @torch.no_grad()

@@ -279,13 +279,15 @@ def _finish(run: Run, progress: Progress, metrics: dict[str, Any], saved: int) -
 
 def sample(run: Run, progress: Progress) -> None:
     """Text that the trained model goes on with, shown and kept in sample.txt. Collective: weights may be cut."""
-    from partita.models.sample import generate
+    from partita.models.sample import Agreed, generate
 
     phase.set(step=run.step, phase="sample")
     with run.engine.full_parameters(), run.view.whole():
-        if 0 in run.mesh.ranks(MODEL_AXES):  # the ranks that share a model with rank 0 make the same text together
+        experts = run.plan.layout.expert > 1
+        # the ranks that share a model with rank 0 make the same text together; experts may be on any rank
+        if experts or 0 in run.mesh.ranks(MODEL_AXES):
             settings = (run.tokenizer, run.config.train.sample_prompt, run.config.train.sample, run.config.seed)
-            text = generate(run.executor.whole, *settings)
+            text = generate(Agreed(run.executor.whole) if experts else run.executor.whole, *settings)
             if run.rank == 0:
                 (run.dir / "sample.txt").write_text(text)
                 progress.say(f"sample:\n{text}")
