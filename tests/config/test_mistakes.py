@@ -43,6 +43,9 @@ TABLE = [
     Mistake(
         "two strategies as two overrides", ["+strategy=ddp", "+strategy=zero2"], "strategy", ["two options", "+strategy=[a,b]"]
     ),
+    Mistake("no option of a group", ["zero=null"], "zero", ["no option is given", "Options of zero"]),
+    Mistake("no strategy", ["+strategy=null"], "strategy", ["no option is given", "Options of strategy"]),
+    Mistake("no option of Hydra's groups", ["hydra/job_logging=null"], "hydra/job_logging", ["no option is given", "name one"]),
     Mistake("strategies that contradict", ["+strategy=[zero1,zero2]"], "strategy", ["zero=stage1", "zero=stage2", "say which"]),
     Mistake("plus before a group with a choice", ["+zero=stage1"], "zero", ["zero=default", "zero=stage1", "without the +"]),
     Mistake("plus before a key that is there", ["+train.steps=5"], "train.steps", ["in the config already", "train.steps=5"]),

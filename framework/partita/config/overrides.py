@@ -66,7 +66,9 @@ def override_problems(texts: Sequence[str], known: Known, multirun: bool) -> tup
 def _problems(o: Override, known: Known, seen: set[str], multirun: bool, custom: bool) -> Iterator[Problem]:
     key = o.key_or_group
     if o.is_hydra_override() or key.split("@")[0].startswith("hydra"):
-        return  # Hydra's own node; it checks it
+        if "/" in key and not o.is_delete() and None in _values(o):  # the rest of its own node Hydra checks
+            yield Problem(key, "no option is given", f"name one, or leave out {key}")
+        return
     if o.is_sweep_override() and not multirun:
         yield several(key, (o.input_line or "").partition("=")[2], maybe_list=_is_list(key, known))
         return
@@ -111,9 +113,8 @@ def _group_problems(o: Override, known: Known, seen: set[str], custom: bool) -> 
     seen.add(group)
     plus = "+" if o.is_add() else ""
     for value in _values(o):
-        if value is None:
-            if o.input_line and o.input_line.endswith("="):
-                yield Problem(group, "no option is given", _options(plus + group, "", options))
+        if value is None:  # Hydra would end with a traceback
+            yield Problem(group, "no option is given", _options(plus + group, "", options))
             continue
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str):
