@@ -14,6 +14,8 @@ sys.path[:0] = [str(TESTS / "parallel"), str(TESTS / "distributed")]
 from layouts import spec_of
 from pool import run_ranks
 
+from partita_moe.layer import FIGURES
+
 WIDTH, TOKENS, LAYERS, VOCABULARY = 32, 8 * 16, 2, 256  # tokens of an update
 LOGGED = ("train.communication_log=true", "model.dropout=0", "launch.ranks=2")
 EXPERTS = (*LOGGED, "moe=mixtral", "parallel.data=2", "parallel.expert=2", "moe.experts=4", "moe.top_k=4", "train.micro_batch=2")
@@ -63,7 +65,7 @@ def test_rows_of_experts(logs: Any) -> None:
             assert tally["bytes"] == LAYERS * (4 * rows * row + micro_batches * 4 * 8 // 2)
             assert tally["calls"] == LAYERS * micro_batches * (4 + 1)
             assert_times(log, "expert_dispatch")
-            assert log["expert_load"]["bytes"] == LAYERS * (4 + 4) * 8
+            assert log["expert_load"]["bytes"] == LAYERS * (4 + len(FIGURES)) * 8
 
 
 def test_activations_and_gradients_between_stages(logs: Any) -> None:

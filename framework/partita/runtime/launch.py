@@ -63,7 +63,8 @@ def _spawn(entry: Entry, spec: RunSpec, ranks: int, leave_at: float | None) -> t
             positions = board.all()
             unknown = {rank: failed.exitcode for rank, failed in error.failures.items() if not positions[rank].pid}
             ended = unknown or dict(supervisor.ended)
-    if supervisor.signum and (supervisor.late or set(ended.values()) <= {-supervisor.signum}):
+    # 0: the launcher has taken the status before anyone could look
+    if supervisor.signum and (supervisor.late or set(ended.values()) <= {-supervisor.signum, 0}):
         raise RunInterrupted(supervisor.signum, _cut_off(supervisor, spec), supervisor.to_grow)
     raise failure.judge(run, ranks, ended, positions)
 
