@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "dis
 import growth_runs
 from pool import run_ranks
 
+LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="more combinations: PARTITA_LONG_TESTS=1 runs them")
 SLACK = 2  # small values that are replaced by newer ones now and then
 
 
@@ -19,11 +21,11 @@ SLACK = 2  # small values that are replaced by newer ones now and then
     "overrides",
     [
         ("moe=deepseek", "moe.experts=4", "parallel.expert=2", "zero.stage=3", "recompute=full"),
-        ("moe=mixtral", "moe.experts=4", "parallel.expert=2", "zero.stage=1"),
-        ("parallel.tensor=2", "zero.stage=0"),
+        pytest.param(("moe=mixtral", "moe.experts=4", "parallel.expert=2", "zero.stage=1"), marks=LONG),
+        pytest.param(("parallel.tensor=2", "zero.stage=0"), marks=LONG),
         ("parallel.context=2", "zero.stage=2"),
         ("parallel.pipeline=2", "parallel.schedule=zbv", "train.micro_batch=2"),
-        ("zero.stage=3", "compression=int8", "+adapter=lora"),
+        pytest.param(("zero.stage=3", "compression=int8", "+adapter=lora"), marks=LONG),
     ],
     ids=" ".join,
 )
