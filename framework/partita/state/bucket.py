@@ -415,9 +415,10 @@ class Bucket:
             assert self._square is not None
             return self._square
         assert self.reduced is not None
-        known = [square for square in self._arrived if square is not None]
-        if self._alone and not anew and len(known) == len(self._arrived):
-            return torch.tensor(sum(known), dtype=torch.float64)
+        if self._alone and not anew:
+            known = [square for square in self._arrived if square is not None]
+            if len(known) == len(self._arrived):
+                return torch.tensor(sum(known), dtype=torch.float64)
         return squared_norm([self.reduced])
 
     def begin_step(self) -> None:
