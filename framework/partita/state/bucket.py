@@ -379,7 +379,7 @@ class Bucket:
         if last:
             if self.groups.shard.size > 1:
                 self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire).wait()
-            self._square = squared_norm([self.reduced])
+            self._square = self._share_of_square(self.reduced)
         self._stowing = self._homes.stow(self.arrays["gradient"], self.reduced, self._pool.give)
         self.reduced = None
         if self.groups.shard.size == 1:
@@ -396,7 +396,7 @@ class Bucket:
         reduced = self._pool.take(self.layout.shard, self._accumulator_dtype)
         self.arrays["gradient"].read(reduced).wait()
         yield reduced
-        self._square = squared_norm([reduced])
+        self._square = self._share_of_square(reduced)
         self._stowing = self._homes.stow(self.arrays["gradient"], reduced, self._pool.give)
 
     def reduce_replicas(self) -> Work:
@@ -407,7 +407,8 @@ class Bucket:
         return self._collectives.all_reduce(self.reduced, self.groups.replicas, self._wire)
 
     def square(self, anew: bool = False) -> torch.Tensor:
-        """Squared norm of this rank's reduced gradients, 0-d. Taken bucket by bucket, so that it doesn't depend on which of them left.
+        """This rank's share of the squared norm of the reduced gradients, 0-d: over all ranks that hold this shard or another, shares
+        sum to the whole. Taken bucket by bucket, so that it doesn't depend on which of them left.
 
         anew: they have been changed since they arrived.
         """
@@ -419,7 +420,14 @@ class Bucket:
             known = [square for square in self._arrived if square is not None]
             if len(known) == len(self._arrived):
                 return torch.tensor(sum(known), dtype=torch.float64)
-        return squared_norm([self.reduced])
+        return self._share_of_square(self.reduced)
+
+    def _share_of_square(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Each of the ranks that hold the same shard looks at another part of it."""
+        groups = self.apart().groups  # whose gradients differ: their mean counts
+        copies = self.groups.copies // groups
+        copy, n = self.groups.copy % copies, reduced.numel()
+        return squared_norm([reduced[n * copy // copies : n * (copy + 1) // copies]]) / groups
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""

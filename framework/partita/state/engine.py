@@ -396,7 +396,7 @@ class StateEngine:
 
     def _square(self, trainable: list[Bucket], dtype: torch.dtype, anew: bool = False) -> torch.Tensor:
         """This rank's share [1] of the squared norm: what several ranks hold is divided among them, so each element counts once."""
-        squares = [(b.square(anew) / b.groups.copies).reshape(1) for b in trainable]
+        squares = [b.square(anew).reshape(1) for b in trainable]
         return torch.stack(squares).sum(0).to(dtype) if squares else torch.zeros(1, dtype=dtype, device=self.device)
 
     def update(self, lr: float, clip: float, norm: float) -> bool:
