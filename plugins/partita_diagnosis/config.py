@@ -31,7 +31,7 @@ class DiagnosisConfig:
     recompute_every: int = 0
     # seconds after which a save that is still written is reported
     slow_save: float = 10.0
-    # read each new checkpoint once against its checksums, and the newest again every so many seconds; 0: never
+    # read each new checkpoint once against its checksums, and every so many seconds again the one read longest ago; 0: never
     verify_every: float = 0.0
     # share of the host's memory that must stay free; below it the run saves and leaves before the system kills it
     host_reserve: float = 0.02

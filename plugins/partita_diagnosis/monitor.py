@@ -35,7 +35,7 @@ class Monitor(threading.Thread):
         self._progress: tuple[list[tuple[int, int]], float] = ([], now)
         self._clock = time.time() - now
         self._dumped = self._hung = False
-        self._verified = (now, "")
+        self._verified: dict[Path, float] = {}  # checkpoints that have been read -> when last
         self.parts: list[Callable[[float, list[State]], None]] = [
             self._hang, self._save, self._verify, self._wall_clock, self._memory,
         ]  # fmt: skip
@@ -140,17 +140,28 @@ class Monitor(threading.Thread):
         """A checkpoint that can't be read back."""
         if not self._config.verify_every or not self._reports(now):
             return
-        from partita.train.checkpoint import latest_in, verify
+        from partita.train.checkpoint import verify
 
-        newest = latest_in(self._run.checkpoints.dir) if self._run.checkpoints.dir.is_dir() else None
-        if newest is None or (str(newest) == self._verified[1] and now - self._verified[0] < self._config.verify_every):
+        path = self._to_verify(now)
+        if path is None:
             return
-        self._verified = (now, str(newest))
+        self._verified[path] = now
         try:
-            verify(newest)
+            verify(path)
         except CheckpointError as error:
-            if newest.exists():  # not one that was removed meanwhile
-                self._report.add("checkpoint", self._run.step, f"{error}", about=str(newest))
+            if path.exists():  # not one that was removed meanwhile
+                self._report.add("checkpoint", self._run.step, f"{error}", about=str(path))
+
+    def _to_verify(self, now: float) -> Path | None:
+        """The newest that was never read; else, when it is time again, the one that was read longest ago."""
+        there = sorted(p for p in self._run.checkpoints.dir.glob("step-*") if not p.suffix)  # whole ones have a plain name
+        self._verified = {p: t for p, t in self._verified.items() if p in there}
+        new = [p for p in there if p not in self._verified]
+        if new:
+            return new[-1]
+        if self._verified and now - max(self._verified.values()) >= self._config.verify_every:
+            return min(self._verified, key=self._verified.__getitem__)
+        return None
 
     # ------------------------------------------------------------------ the machine
 

@@ -71,8 +71,8 @@ CASES: dict[str, Case] = {
     "full_disk": Case(("faults.rank=1", "train.save_every=3"), found("checkpoint", cause="rank 1: no space left"), "rank, file, bytes"),
     "slow_disk": Case(("faults.rank=1", "train.save_every=3", "faults.seconds=6", "diagnosis.slow_save=1", LONG), found("disk", [1]), "rank, folder"),
     "unreadable": Case(
-        ("faults.rank=1", "faults.step=8", "train.save_every=6", "diagnosis.verify_every=0.5", "train.keep=400", LONG),
-        found("checkpoint", cause="step-00000006/rank-00001.bin is damaged"), "file, bytes",
+        ("faults.rank=1", "faults.step=302", "train.save_every=300", "diagnosis.verify_every=0.2", LONG),
+        found("checkpoint", cause="step-00000300/rank-00001.bin is damaged"), "file, bytes",
     ),
     "spike": Case(("faults.step=25", "diagnosis.on_spike=skip"), found("spike", 25, 25), "step"),
     "memory": Case(("faults.rank=1",), found("memory", 1, 5, cause="rank 1 ran out of memory"), "rank, step"),

@@ -162,6 +162,25 @@ def test_the_watchdog_of_host_memory_saves_and_leaves(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == f"step-{step:08d}"
 
 
+def test_each_checkpoint_is_read_once_and_then_all_in_turn(tmp_path: Path) -> None:
+    """One that is damaged after it was read, when it is the newest no more, is found too."""
+    from partita_diagnosis.monitor import Monitor
+
+    run = SimpleNamespace(
+        config=SimpleNamespace(diagnosis=SimpleNamespace(verify_every=10.0)), checkpoints=SimpleNamespace(dir=tmp_path)
+    )
+    monitor = Monitor(run, SimpleNamespace(rank=0), SimpleNamespace())  # type: ignore[arg-type]
+    for name in ("step-00000001", "step-00000002", "step-00000003.a-1.tmp"):
+        (tmp_path / name).mkdir()
+    read = []
+    for now in (1.0, 2.0, 3.0, 12.0, 21.0, 22.0):
+        path = monitor._to_verify(now)
+        if path is not None:
+            monitor._verified[path] = now
+        read.append(path and int(path.name[-1]))
+    assert read == [2, 1, None, 2, None, 1]
+
+
 def test_a_watched_run_computes_the_same(tmp_path: Path) -> None:
     """Watching changes no number, and torch's functions are put back."""
     commands.train(tmp_path / "plain", "parallel.data=2", "+strategy=zero3")
