@@ -17,7 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv", "dualpipev
 # plain SGD shows a scale that Adam would hide; without clipping, so does the norm
 SGD = ("optimizer=sgd", "optimizer.lr=0.05", "train.grad_clip=0", "model.dropout=0.1")
 DEEP = (*SGD, "model.layers=4")
-DEEPER = (*SGD, "model.layers=8")
+DEEPER = (*SGD, "model.layers=8", "train.global_batch=16")
 ODD = (*SGD, "model.layers=5", "model.vocab=301", "model.ffn=97", "model.heads=6", "model.width=36")
 EXPERTS = (*DEEP, "moe=mixtral", "moe.experts=4")
 CUBE = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.data=2", "train.micro_batch=1")
@@ -70,7 +70,7 @@ def pipelines() -> list[Case]:
     ]
     deep = [
         Case(f"pipeline 4 x shard zero3 {s}", DEEPER, ("parallel.pipeline=4", "parallel.data=2", "train.micro_batch=1", "+strategy=zero3",
-                                                       f"parallel.schedule={s}", "train.global_batch=16"))
+                                                       f"parallel.schedule={s}"))
         for s in ("1f1b", "zbv")
     ]  # fmt: skip
     return cube + flat + deep
