@@ -7,12 +7,13 @@ stay where they are, so that nobody waits for a device. Rows beyond the last gro
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from partita_kernels import tuning
+from partita_kernels import native, tuning
 from partita_kernels.dispatch import Operation
 from partita_kernels.jit import cdiv, kernel, power_of_2
 from partita_kernels.rows import as_rows, wide
@@ -30,6 +31,7 @@ CANDIDATES = [
 STAGES = 3
 ALIGNMENT = 16  # bytes, of what torch's grouped product reads
 ONE_CALL = (torch.float32, torch.bfloat16)
+FEW = 48  # rows of a group on average, up to which our C++ is faster on a CPU than torch, which copies matrices into the order it wants
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
@@ -74,8 +76,16 @@ def reference_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool) -> Tenso
 def cpu(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     """As `reference`, into the rows where the result belongs; torch's products sum low precision in float32.
 
-    One call of torch where it takes the tensors: with few rows of each group, a call for each costs as much as the products.
+    One call where the tensors allow it: with few rows of each group, a call for each costs as much as the products.
     """
+    by_column = weight.stride(1) == 1
+    if (by_column or weight.stride(2) == 1) and (library := _few(x, weight, sizes)) is not None:
+        spans(sizes, x.shape[0])
+        y, p = x.new_empty(x.shape[0], weight.shape[2]), native.pointer
+        steps = (x.stride(0), weight.stride(0), weight.stride(2 if by_column else 1))
+        numbers = map(native.integer, (*x.shape, y.shape[1], len(sizes), *steps))
+        library.grouped_product(p(x), p(weight), p(y), p(sizes), *numbers, by_column, native.threads())
+        return y
     if _one_call(x, weight):
         y = F.grouped_mm(x, weight, offs=_ends(sizes, x))
         y[int(sizes.sum()) :].zero_()
@@ -86,6 +96,15 @@ def cpu(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
             torch.mm(x[begin:end], w, out=y[begin:end])
     y[end:].zero_()
     return y
+
+
+def _few(x: Tensor, other: Tensor, sizes: Tensor) -> ctypes.CDLL | None:
+    """Our C++ where it takes the tensors and groups are small; None elsewhere."""
+    if x.dtype != torch.float32 or len(x) > FEW * len(sizes):
+        return None
+    library = native.load("grouped")
+    lanes = library.grouped_lanes() if library is not None else 0
+    return library if lanes and not (x.shape[1] % lanes or other.shape[-1] % lanes) else None
 
 
 def _one_call(x: Tensor, other: Tensor) -> bool:
@@ -102,6 +121,13 @@ def _ends(sizes: Tensor, x: Tensor) -> Tensor:
 
 def cpu_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool) -> Tensor:
     """As `reference_outer`."""
+    if (library := _few(x, dy, sizes)) is not None:
+        spans(sizes, x.shape[0])
+        (one, other), p = (dy, x) if turned else (x, dy), native.pointer
+        out = x.new_empty(len(sizes), one.shape[1], other.shape[1])
+        numbers = map(native.integer, (*out.shape[1:], len(sizes), one.stride(0), other.stride(0)))
+        library.grouped_outer(p(one), p(other), p(out), p(sizes), *numbers, native.threads())
+        return out.transpose(1, 2) if turned else out
     if _one_call(x, dy):
         one, other = (dy, x) if turned else (x, dy)
         out = F.grouped_mm(one.t(), other, offs=_ends(sizes, x))

@@ -160,6 +160,44 @@ def test_grouped_matmul(sizes, turned, dtype, device, small_blocks):
     )
 
 
+@pytest.mark.parametrize(("depth", "width", "turned"), [(528, 80, False), (528, 80, True), (16, 16, True), (48, 96, False)])
+def test_small_groups_of_matrices_of_any_size(depth, width, turned, device):
+    """Widths that a CPU takes in vectors: tiles of all heights, rests, several pieces of the depth, a group of many rows, groups of none."""
+    sizes = [300, 0, 1, 5, 33, 0, 17, 14, 0]
+    n = sum(sizes) + 2
+    x, counts = fresh((n, depth + 3), F32, device), torch.tensor(sizes, device=device)
+    w = fresh((9, width, depth) if turned else (9, depth, width), F32, device)
+
+    def lay(w):
+        return w.transpose(1, 2) if turned else w
+
+    compare(
+        lambda x, w: grouped_matmul(x[:, :depth], lay(w), counts),
+        lambda x, w: grouped64(x[:, :depth], lay(w), sizes),
+        [x, w],
+        BOUNDS[F32],
+    )
+
+
+def test_small_groups_on_several_threads():
+    """Bit for bit what one thread makes of them."""
+    sizes = torch.tensor([70, 0, 3, 25])
+    x, w = fresh((99, 544), F32, torch.device("cpu")), fresh((4, 96, 544), F32, torch.device("cpu"))
+    one, three = (_with_gradients(lambda x, w: grouped_matmul(x, w.transpose(1, 2), sizes), x, w, threads) for threads in (1, 3))
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+def _with_gradients(f, x, w, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x, w = (t.detach().requires_grad_() for t in (x, w))
+        y = f(x, w)
+        return [y.detach(), *torch.autograd.grad(y, (x, w), y.detach())]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_grouped_gradient_of_a_sum(device):
     """Which is one number, expanded; and only the gradients that are wanted."""
     x, w, sizes = fresh((6, 4), F32, device), fresh((2, 4, 5), F32, device).requires_grad_(), torch.tensor([2, 4], device=device)
