@@ -17,7 +17,7 @@ from partita_kernels.squares import put_squared, squared_norm
 
 if TYPE_CHECKING:
     from partita_kernels.flash import attention, attention_piece_backward, visible
-    from partita_kernels.glu import geglu, swiglu
+    from partita_kernels.glu import geglu, swiglu, swiglu_halves
     from partita_kernels.grouped import grouped_matmul
     from partita_kernels.linear_loss import linear_cross_entropy
     from partita_kernels.loss import cross_entropy
@@ -62,6 +62,7 @@ __all__ = [
     "sgd_",
     "squared_norm",
     "swiglu",
+    "swiglu_halves",
     "unpack_signs",
     "unpermute",
     "using",
@@ -71,7 +72,7 @@ __all__ = [
 
 _WHERE = {
     "flash": ("attention", "attention_piece_backward", "visible"),
-    "glu": ("geglu", "swiglu"),
+    "glu": ("geglu", "swiglu", "swiglu_halves"),
     "grouped": ("grouped_matmul",),
     "linear_loss": ("linear_cross_entropy",),
     "loss": ("cross_entropy",),

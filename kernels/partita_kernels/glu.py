@@ -31,6 +31,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.partita.glu(gate, up, 0)
 
 
+def swiglu_halves(x: Tensor) -> Tensor:
+    """silu(gate) * up of x [..., 2C] = (gate, up) -> [..., C]. The gradient is written as one tensor, which `swiglu` of slices has to join."""
+    return torch.ops.partita.glu_halves(x, 0)
+
+
 def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     """gelu(gate) * up, all [..., C]; approximate: "tanh" or "none" as in torch. Raises ValueError for others."""
     if approximate not in ("tanh", "none"):
@@ -100,7 +105,7 @@ def _forward(g_ptr, u_ptr, y_ptr, n, g_stride, u_stride, KIND: tl.constexpr, BLO
 
 @kernel
 def _backward(
-    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, n, dy_stride, g_stride, u_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr, g_ptr, u_ptr, dg_ptr, du_ptr, n, dy_stride, g_stride, u_stride, out_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -109,8 +114,8 @@ def _backward(
     g = tl.load(g_ptr + row * g_stride + c, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + row * u_stride + c, mask=inside, other=0.0).to(tl.float32)
     s = _share(g, KIND)
-    tl.store(dg_ptr + row * n + c, (d * u * _slope(g, s, KIND)).to(dg_ptr.dtype.element_ty), mask=inside)
-    tl.store(du_ptr + row * n + c, (d * g * s).to(du_ptr.dtype.element_ty), mask=inside)
+    tl.store(dg_ptr + row * out_stride + c, (d * u * _slope(g, s, KIND)).to(dg_ptr.dtype.element_ty), mask=inside)
+    tl.store(du_ptr + row * out_stride + c, (d * g * s).to(du_ptr.dtype.element_ty), mask=inside)
 
 
 def triton(gate: Tensor, up: Tensor, kind: int, block: int = BLOCK) -> Tensor:
@@ -123,13 +128,15 @@ def triton(gate: Tensor, up: Tensor, kind: int, block: int = BLOCK) -> Tensor:
     return y
 
 
-def triton_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """As `reference_backward`."""
+def triton_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: int, joined: Tensor | None = None, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """As `reference_backward`. joined [R, 2C]: where both are to be written."""
     if gate.dtype == torch.float64:
-        return reference_backward(dy, gate, up, kind)
-    dg, du, (rows, n) = like(gate), like(up), gate.shape
+        return _put(reference_backward(dy, gate, up, kind), joined)
+    (dg, du), (rows, n) = _outputs(gate, up, joined), gate.shape
     if dy.numel():
-        strides = (dy.stride(0), gate.stride(0), up.stride(0))
+        strides = (dy.stride(0), gate.stride(0), up.stride(0), dg.stride(0))
         _backward[(rows, cdiv(n, block))](dy, gate, up, dg, du, n, *strides, KIND=kind, BLOCK=block)
     return dg, du
 
@@ -148,13 +155,13 @@ def cpu(gate: Tensor, up: Tensor, kind: int) -> Tensor:
     return y
 
 
-def cpu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
-    """As `reference_backward`."""
+def cpu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int, joined: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `reference_backward`. joined [R, 2C]: where both are to be written."""
     library = native.load("layers") if dy.dtype == gate.dtype and _fits(gate, up, kind) else None
     if library is None:
-        return reference_backward(dy, gate, up, kind)
-    dg, du, p = like(gate), like(up), native.pointer
-    sizes = map(native.integer, (*gate.shape, dy.stride(0), gate.stride(0), up.stride(0)))
+        return _put(reference_backward(dy, gate, up, kind), joined)
+    (dg, du), p = _outputs(gate, up, joined), native.pointer
+    sizes = map(native.integer, (*gate.shape, dy.stride(0), gate.stride(0), up.stride(0), dg.stride(0)))
     library.glu_backward(p(dy), p(gate), p(up), p(dg), p(du), *sizes, kind, native.DTYPES[gate.dtype], native.threads())
     return dg, du
 
@@ -162,6 +169,22 @@ def cpu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tenso
 def _fits(gate: Tensor, up: Tensor, kind: int) -> bool:
     """Does the C++ path have it? It has no error function."""
     return kind != EXACT_GELU and gate.dtype == up.dtype and gate.dtype in native.DTYPES
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the gate and rows of what it is for."""
+    rows = as_rows(x)
+    return rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :]
+
+
+def _outputs(gate: Tensor, up: Tensor, joined: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Unwritten gradients, rows of the same distance."""
+    return (like(gate), like(up)) if joined is None else _halves(joined)
+
+
+def _put(gradients: tuple[Tensor, Tensor], joined: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients that lie elsewhere, where they are to be."""
+    return gradients if joined is None else _halves(torch.cat(gradients, 1, out=joined))
 
 
 # ---- one operation
@@ -205,3 +228,43 @@ def _differentiate(ctx, dy):  # type: ignore[no-untyped-def]
 
 
 _glu.register_autograd(_differentiate, setup_context=_save)
+
+
+# ---- of both halves of a tensor
+
+
+@torch.library.custom_op("partita::glu_halves", mutates_args=(), schema="(Tensor x, int kind) -> Tensor")
+def _glu_halves(x: Tensor, kind: int) -> Tensor:
+    return GLU.on(x.device)(*_halves(x), kind).view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch.library.custom_op("partita::glu_halves_backward", mutates_args=(), schema="(Tensor dy, Tensor x, int kind) -> Tensor")
+def _glu_halves_backward(dy: Tensor, x: Tensor, kind: int) -> Tensor:
+    implementation, given = GLU_BACKWARD.on(x.device), (as_rows(dy), *_halves(x), kind)
+    if implementation not in (GLU_BACKWARD.triton, GLU_BACKWARD.cpu):
+        return torch.cat(implementation(*given), 1).view(x.shape)
+    joined = like(as_rows(x))
+    implementation(*given, joined)
+    return joined.view(x.shape)
+
+
+@_glu_halves.register_fake
+def _glu_halves_fake(x: Tensor, kind: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@_glu_halves_backward.register_fake
+def _glu_halves_backward_fake(dy: Tensor, x: Tensor, kind: int) -> Tensor:
+    return like(x)
+
+
+def _save_halves(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.kind = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate_halves(ctx, dy):  # type: ignore[no-untyped-def]
+    return torch.ops.partita.glu_halves_backward(dy, *ctx.saved_tensors, ctx.kind), None
+
+
+_glu_halves.register_autograd(_differentiate_halves, setup_context=_save_halves)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from partita.models.layers import swiglu
+from partita.models.layers import swiglu_halves
 from partita_kernels import grouped_matmul
 
 Tensor = torch.Tensor
@@ -61,5 +61,4 @@ class SwiGluExperts(Experts):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [n, C] sorted by expert, int64 sizes [E] -> [n, C]."""
-        gate, up = grouped_matmul(x, self.gate_up, sizes).chunk(2, dim=-1)
-        return grouped_matmul(swiglu(gate, up), self.down, sizes)
+        return grouped_matmul(swiglu_halves(grouped_matmul(x, self.gate_up, sizes)), self.down, sizes)

@@ -138,7 +138,7 @@ class ExpertLayer(nn.Module):
         if not self.training or not self.counting():
             return
         p = choice.probabilities
-        entropy = -(p * p.clamp(min=1e-20).log()).sum()
+        entropy = -torch.dot(p.flatten(), p.clamp(min=1e-20).log_().flatten())
         weighed = entropy.new_zeros(()) if auxiliary is None else auxiliary * len(p)
         none = entropy.new_zeros(())
         untaken = (order.places < 0).all(1).sum().to(p.dtype) if self.routing.gate == EXPERT_CHOICE else none

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from partita.errors import ConfigError
-from partita.models.layers import swiglu
+from partita.models.layers import swiglu_halves
 from partita_kernels import grouped_matmul
 from partita_moe.experts import Experts
 from partita_moe.layer import ExpertLayer
@@ -107,8 +107,9 @@ class TakenExperts(Experts):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [n, C] sorted by expert, int64 sizes [E] -> [n, C]."""
-        gate, up = grouped_matmul(x, self.gate_up_proj.transpose(1, 2), sizes).chunk(2, dim=-1)
-        inner = swiglu(gate, up) if self.silu else self.act_fn(gate) * up
+        both = grouped_matmul(x, self.gate_up_proj.transpose(1, 2), sizes)
+        gate, up = both.chunk(2, dim=-1)
+        inner = swiglu_halves(both) if self.silu else self.act_fn(gate) * up
         return grouped_matmul(inner, self.down_proj.transpose(1, 2), sizes)
 
 

@@ -25,6 +25,7 @@ from partita_kernels import (
     rope,
     rope_angles,
     swiglu,
+    swiglu_halves,
     vocab_parallel_cross_entropy,
 )
 
@@ -101,7 +102,13 @@ def test_gated_units(kind, shape, dtype, device):
 def test_gated_units_take_halves_of_one_tensor_and_extreme_gates(device):
     both = fresh((4, 3, 34), F32, device)
     both[0, 0, :6] = torch.tensor([-1e30, -200.0, -90.0, 90.0, 200.0, 1e15])
-    compare(lambda b: swiglu(*b.chunk(2, -1)), lambda b: F.silu(b[..., :17]) * b[..., 17:], [both], BOUNDS[F32])
+    for ours in (lambda b: swiglu(*b.chunk(2, -1)), swiglu_halves):
+        compare(ours, lambda b: F.silu(b[..., :17]) * b[..., 17:], [both], BOUNDS[F32])
+    many = fresh((3, 2, 8), BF16, device)
+    torch.testing.assert_close(swiglu_halves(many), swiglu(*many.chunk(2, -1)))
+    nothing = many[:0].requires_grad_()
+    swiglu_halves(nothing).sum().backward()
+    assert nothing.grad.shape == (0, 2, 8)
 
 
 @pytest.mark.parametrize(

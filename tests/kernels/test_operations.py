@@ -28,6 +28,7 @@ def calls(device, dtype):
         "rms_norm": (ops.norm, (x, None, w, None, 1e-5, False)),
         "add_layer_norm": (ops.norm, (x, g, w, w.detach().clone().requires_grad_(), 1e-5, True)),
         "glu": (ops.glu, (x, g, 0)),
+        "glu_halves": (ops.glu_halves, (x, 0)),
         "rope": (ops.rope, (heads, cos, sin, False)),
         "cross_entropy": (ops.cross_entropy, (x, y, -100, 0.1, 0.01)),
         "route": (ops.route, (x, w.detach().float(), 2, 2, 4, 2, 2.5)),
@@ -41,7 +42,7 @@ def calls(device, dtype):
 
 
 NAMES = [
-    "rms_norm", "add_layer_norm", "glu", "rope", "cross_entropy", "linear_cross_entropy", "route", "expert_order", "permute", "unpermute",
+    "rms_norm", "add_layer_norm", "glu", "glu_halves", "rope", "cross_entropy", "linear_cross_entropy", "route", "expert_order", "permute", "unpermute",
     "grouped_matmul", "attention",
 ]  # fmt: skip
 

@@ -124,14 +124,14 @@ extern "C" void glu_forward(const void *g, const void *u, void *y, int64_t rows,
 }
 
 extern "C" void glu_backward(const void *dy, const void *g, const void *u, void *dg, void *du, int64_t rows, int64_t n, int64_t dy_stride,
-                             int64_t g_stride, int64_t u_stride, int kind, int type, int threads) {
+                             int64_t g_stride, int64_t u_stride, int64_t out_stride, int kind, int type, int threads) {
   with_type(type, [&](auto k) {
     using X = decltype(k);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
       const X *d = static_cast<const X *>(dy) + r * dy_stride;
       const X *gate = static_cast<const X *>(g) + r * g_stride, *up = static_cast<const X *>(u) + r * u_stride;
-      X *dgate = static_cast<X *>(dg) + r * n, *dup = static_cast<X *>(du) + r * n;
+      X *dgate = static_cast<X *>(dg) + r * out_stride, *dup = static_cast<X *>(du) + r * out_stride;
       if (kind == 0) glu_backward_row<X, 0>(d, gate, up, dgate, dup, n); else glu_backward_row<X, 1>(d, gate, up, dgate, dup, n);
     }
   });

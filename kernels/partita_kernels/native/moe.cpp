@@ -15,14 +15,29 @@ static inline int64_t best_of(const float *x, const uint8_t *taken, int64_t n) {
   return at;
 }
 
+// The same among values of which those that are taken are -inf, in vectors; what is left may be -inf as well.
+static inline int64_t largest_of(const float *x, const uint8_t *taken, int64_t n) {
+  float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+  if (top == -INFINITY) return best_of(x, taken, n);
+  int64_t at = n;
+#pragma omp simd reduction(min : at)
+  for (int64_t i = 0; i < n; i++) at = x[i] == top && i < at ? i : at;
+  return at;
+}
+
 // Scores of a row, and their sum for sigmoid (for softmax they sum to 1).
 template <class X> static float scores_of(const X *x, int64_t n, int gate, float *s) {
   float total = 0, peak = -INFINITY;
   if (gate == 2) {
+#pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < n; i++) { s[i] = sigmoid(widen(x[i])); total += s[i]; }
     return total;
   }
+#pragma omp simd reduction(max : peak)
   for (int64_t i = 0; i < n; i++) { float value = widen(x[i]); peak = value > peak ? value : peak; }
+#pragma omp simd reduction(+ : total)
   for (int64_t i = 0; i < n; i++) { s[i] = exponential(widen(x[i]) - peak); total += s[i]; }
   for (int64_t i = 0; i < n; i++) s[i] /= total;
   return 1.f;
@@ -53,12 +68,16 @@ static void route_row(const X *x, const float *bias, int64_t *experts, float *ga
   float *s = room, *wanted = room + n;
   const float total = scores_of(x, n, o.gate, s) + (o.gate == 2 ? SMALL : 0.f);
   for (int64_t i = 0; i < n; i++) { p[i] = s[i] / total; wanted[i] = key_of(s[i] + (bias ? bias[i] : 0.f)); }
-  if (o.groups > 1) close_groups(wanted, taken, o, room + 2 * n, taken + n);
-  else std::fill(taken, taken + n, 0);
+  std::fill(taken, taken + n, 0);
+  if (o.groups > 1) {
+    close_groups(wanted, taken, o, room + 2 * n, taken + n);
+    for (int64_t i = 0; i < n; i++) wanted[i] = taken[i] ? -INFINITY : wanted[i];
+  }
   float chosen = 0;
   for (int64_t j = 0; j < o.k; j++) {
-    const int64_t at = best_of(wanted, taken, n);
+    const int64_t at = largest_of(wanted, taken, n);
     taken[at] = 1;
+    wanted[at] = -INFINITY;
     experts[j] = at;
     gates[j] = s[at];
     chosen += s[at];
@@ -74,6 +93,7 @@ static void route_backward_row(const float *dg, const float *dp, const X *x, con
   float *d = room, *s = room + n;
   float along = 0, total = 0;
   if (o.gate == 2) {
+#pragma omp simd reduction(+ : total, along)
     for (int64_t i = 0; i < n; i++) { s[i] = sigmoid(widen(x[i])); total += s[i]; along += dp[i] * p[i]; }
     for (int64_t i = 0; i < n; i++) d[i] = (dp[i] - along) / (total + SMALL);
   } else {
@@ -88,6 +108,7 @@ static void route_backward_row(const float *dg, const float *dp, const X *x, con
     return;
   }
   float sum = 0;
+#pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; i++) sum += d[i] * s[i];
   for (int64_t i = 0; i < n; i++) narrow(s[i] * (d[i] - sum), dx[i]);
 }
