@@ -80,11 +80,11 @@ def cpu(x: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     """
     by_column = weight.stride(1) == 1
     if (by_column or weight.stride(2) == 1) and (library := _few(x, weight, sizes)) is not None:
-        spans(sizes, x.shape[0])
         y, p = x.new_empty(x.shape[0], weight.shape[2]), native.pointer
         steps = (x.stride(0), weight.stride(0), weight.stride(2 if by_column else 1))
         numbers = map(native.integer, (*x.shape, y.shape[1], len(sizes), *steps))
-        library.grouped_product(p(x), p(weight), p(y), p(sizes), *numbers, by_column, native.threads())
+        if not library.grouped_product(p(x), p(weight), p(y), p(sizes), *numbers, by_column, native.threads()):
+            spans(sizes, len(x))  # raises
         return y
     if _one_call(x, weight):
         y = F.grouped_mm(x, weight, offs=_ends(sizes, x))
@@ -122,11 +122,11 @@ def _ends(sizes: Tensor, x: Tensor) -> Tensor:
 def cpu_outer(x: Tensor, dy: Tensor, sizes: Tensor, turned: bool) -> Tensor:
     """As `reference_outer`."""
     if (library := _few(x, dy, sizes)) is not None:
-        spans(sizes, x.shape[0])
         (one, other), p = (dy, x) if turned else (x, dy), native.pointer
         out = x.new_empty(len(sizes), one.shape[1], other.shape[1])
-        numbers = map(native.integer, (*out.shape[1:], len(sizes), one.stride(0), other.stride(0)))
-        library.grouped_outer(p(one), p(other), p(out), p(sizes), *numbers, native.threads())
+        numbers = map(native.integer, (len(x), *out.shape[1:], len(sizes), one.stride(0), other.stride(0)))
+        if not library.grouped_outer(p(one), p(other), p(out), p(sizes), *numbers, native.threads()):
+            spans(sizes, len(x))  # raises
         return out.transpose(1, 2) if turned else out
     if _one_call(x, dy):
         one, other = (dy, x) if turned else (x, dy)

@@ -179,6 +179,15 @@ def test_small_groups_of_matrices_of_any_size(depth, width, turned, device):
     )
 
 
+@pytest.mark.parametrize("sizes", [[5, 4], [-1, 3]])
+def test_rows_that_do_not_fit_are_refused(sizes):
+    x, w, counts = torch.zeros(8, 16), torch.zeros(2, 16, 32), torch.tensor(sizes)
+    with pytest.raises(ValueError, match="there are 8"):
+        grouped_matmul(x, w, counts)
+    with pytest.raises(ValueError, match="there are 8"):
+        torch.ops.partita.grouped_outer(x, x, counts, False)
+
+
 def test_small_groups_on_several_threads():
     """Bit for bit what one thread makes of them."""
     sizes = torch.tensor([70, 0, 3, 25])

@@ -234,9 +234,19 @@ template <class F> static void shared_out(const std::vector<Group> &groups, int6
 
 extern "C" int64_t grouped_lanes() { return LANES; }
 
+static bool fit(const int64_t *sizes, int64_t count, int64_t n) {
+  for (int64_t g = 0; g < count; g++) {
+    if (sizes[g] < 0 || sizes[g] > n) return false;
+    n -= sizes[g];
+  }
+  return true;
+}
+
+// Both return 0 where groups don't fit into n rows, and 1 otherwise.
 // x [n, depth], w [count, depth, width] whose rows are ldw apart, or its columns, if they lie in memory one after the other -> y [n, width].
-extern "C" void grouped_product(const float *x, const float *w, float *y, const int64_t *sizes, int64_t n, int64_t depth, int64_t width,
-                                int64_t count, int64_t ldx, int64_t w_group, int64_t ldw, int by_column, int threads) {
+extern "C" int grouped_product(const float *x, const float *w, float *y, const int64_t *sizes, int64_t n, int64_t depth, int64_t width,
+                               int64_t count, int64_t ldx, int64_t w_group, int64_t ldw, int by_column, int threads) {
+  if (!fit(sizes, count, n)) return 0;
   const Sizes s{depth, width, ldx, ldw};
   std::vector<Group> groups;
   int64_t row = 0;
@@ -249,17 +259,20 @@ extern "C" void grouped_product(const float *x, const float *w, float *y, const 
   shared_out(groups, width, threads, [&](const Group &g, int64_t begin, int64_t end) {
     by_column ? turned(g, s, begin, end) : straight(g, s, begin, end);
   });
+  return 1;
 }
 
 // x [n, depth], dy [n, width] -> dw [count, depth, width]: x_g^T dy_g of each group.
-extern "C" void grouped_outer(const float *x, const float *dy, float *dw, const int64_t *sizes, int64_t depth, int64_t width, int64_t count,
-                              int64_t ldx, int64_t ldy, int threads) {
+extern "C" int grouped_outer(const float *x, const float *dy, float *dw, const int64_t *sizes, int64_t n, int64_t depth, int64_t width,
+                             int64_t count, int64_t ldx, int64_t ldy, int threads) {
+  if (!fit(sizes, count, n)) return 0;
   const Sizes s{depth, width, ldx, ldy};
   std::vector<Group> groups;
   for (int64_t g = 0, row = 0; g < count; row += sizes[g++])
     groups.push_back({x + row * ldx, dy + row * ldy, dw + g * depth * width, sizes[g], nullptr});
   const bool aligned = reinterpret_cast<uintptr_t>(dw) % sizeof(vec) == 0, large = count * depth * width * int64_t(sizeof(float)) > CACHED;
   shared_out(groups, depth, threads, [&](const Group &g, int64_t begin, int64_t end) { outer(g, s, begin, end, aligned && large); });
+  return 1;
 }
 
 #else
