@@ -27,7 +27,7 @@ COMMON = (
     "tracker=none", "train.log_every=100000", "train.eval_batches=20", "parallel.data=4",
 )  # fmt: skip
 EXPERTS = ("+strategy=moe_zero3", "moe.experts=8", f"moe.top_k={TOP_K}", f"moe.ffn={FFN // TOP_K}")
-# the usual 0.01 leaves MaxVio at 0.34 to 0.40 after 400 updates of this little model, and goes on falling
+# the usual 0.01 leaves MaxVio at 0.34 to 0.40 after 400 updates of this little model
 AUX = ("moe.aux_weight=0.05",)
 RUNS: dict[str, tuple[str, ...]] = {
     "dense": ("+strategy=zero3",),
