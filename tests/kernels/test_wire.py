@@ -84,6 +84,22 @@ def test_all_8_bit_floats_come_back(format, device):
     assert torch.equal(y, x)
 
 
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+def test_8_bit_floats_round_as_torch_does(format, device):
+    """All values of the format, what lies in the middle of two, and the float32 numbers next to these: with a scale of 1."""
+    dtype, top = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "fp8_e5m2": (torch.float8_e5m2, 57344.0)}[format]
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].unique()
+    values = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.rand(2000) * 2.0 ** torch.randint(-20, 8, (2000,))])
+    values = torch.cat([values, *(values.nextafter(torch.tensor(to)) for to in (-top, top))])
+    x = values[values != 0].view(-1)  # a zero has a sign or none
+    x = torch.nn.functional.pad(x, (0, -len(x) % 15), value=1.0).view(-1, 15)
+    x = torch.cat([torch.full((len(x), 1), top), x], 1).view(-1).to(device)
+    codes, scales = quantize_blocks(x, format, 16)
+    assert (scales == 1).all()
+    assert torch.equal(codes.view(torch.uint8), x.cpu().to(dtype).view(torch.uint8).to(device))
+
+
 @DTYPES
 def test_int8_adds(dtype, device):
     x, start = fresh((777,), dtype, device), fresh((777,), dtype, device)

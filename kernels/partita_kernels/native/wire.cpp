@@ -16,14 +16,13 @@ template <> struct Code<INT4> {
   static inline float decode(uint32_t code) { return float(int32_t(code << 28) >> 28); }
 };
 template <int FRACTION, int BIAS> struct Float8 {
+  // Adding 2^(e + 23 - FRACTION) to a size of exponent e (at least that of normal numbers) leaves its rounded fraction in the last bits.
   static inline uint32_t encode(float t) {
-    constexpr int drop = 23 - FRACTION;
-    constexpr uint32_t magic = uint32_t(127 + 24 - BIAS - FRACTION) << 23;  // its last bit is the format's smallest step
-    const float size = std::fabs(t);
-    const uint32_t raw = bit_cast<uint32_t>(size), sign = (bit_cast<uint32_t>(t) >> 31) << 7;
-    const uint32_t normal = ((raw + (1u << (drop - 1)) - 1 + ((raw >> drop) & 1)) >> drop) - (uint32_t(127 - BIAS) << FRACTION);
-    const uint32_t denormal = bit_cast<uint32_t>(size + bit_cast<float>(magic)) - magic;
-    return sign | (raw < (uint32_t(128 - BIAS) << 23) ? denormal : normal);
+    constexpr uint32_t least = uint32_t(128 - BIAS) << 23, up = uint32_t(23 - FRACTION) << 23;
+    const uint32_t bits = bit_cast<uint32_t>(t), size = bits & 0x7fffffffu;
+    const uint32_t exponent = (size > least ? size : least) & 0x7f800000u;
+    const uint32_t fraction = bit_cast<uint32_t>(bit_cast<float>(size) + bit_cast<float>(exponent + up)) - (exponent + up);
+    return (bits >> 24 & 128) | (fraction + ((exponent - least) >> (23 - FRACTION)));
   }
   static inline float decode(uint32_t code) {
     const uint32_t size = code & 127, sign = (code & 128) << 24;
@@ -64,13 +63,9 @@ template <class X, int FORMAT> static void quantize_block(const X *x, uint8_t *q
     std::fill(q, q + (FORMAT == INT4 ? (n + 1) / 2 : n), uint8_t(0));
     return;
   }
-  if (FORMAT != INT4) {
+  if (FORMAT != INT4) {  // the products are at most two float32 steps above top, which is less than rounding takes off
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-      float t = widen(x[i]) * inverse;
-      t = t < -top ? -top : (t > top ? top : t);
-      q[i] = uint8_t(Code<FORMAT>::encode(t));
-    }
+    for (int64_t i = 0; i < n; i++) q[i] = uint8_t(Code<FORMAT>::encode(widen(x[i]) * inverse));
     return;
   }
   uint8_t codes[4096];  // the largest block
