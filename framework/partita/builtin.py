@@ -38,7 +38,7 @@ PROVIDED: dict[str, dict[str, str]] = {
             for name in ("warmup", "warmup_decay", "warmup_cosine", "one_cycle", "range_test")
         },
     },
-    "kernel": {"liger": "partita.train.kernels:make_liger"},
+    "kernel": {"liger": "partita.train.liger:make_liger"},
     "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
     "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd", "lion", "adamw8bit")}
     | {name: f"partita.state.rules.{name}:make_{name}" for name in ("adagrad", "lamb", "adafactor", "muon")},

@@ -20,7 +20,7 @@ TRITON_DEVICES = ("cuda", "xpu")  # torch calls ROCm devices cuda
 MODES = ("auto", "reference", "triton", "cpu")
 
 MODULES = (  # those with operations
-    "adamw", "flash", "glu", "grouped", "lion", "loss", "norm", "permutation", "quantize", "rotary", "routing", "sgd", "signs", "squares",
+    "adamw", "flash", "glu", "grouped", "linear_loss", "lion", "loss", "norm", "permutation", "quantize", "rotary", "routing", "sgd", "signs", "squares",
 )  # fmt: skip
 
 _mode = "auto"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from partita_kernels.dispatch import Operation
 from partita_kernels.loss import CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, Options
 from partita_kernels.rows import as_rows
 from partita_kernels.sgd import sgd_
@@ -80,8 +81,11 @@ def _add(total: Tensor, part: Tensor, last: bool) -> None:
     sgd_([flat], [low], None, copies=copies, lr=-1.0, momentum=0.0, nesterov=False, weight_decay=0.0, scale=one)
 
 
-def _chunked(x: Tensor, weight: Tensor, labels: Tensor, o: Options, sums: _Sums) -> Tensor:
-    """Sum of the losses of x [R, C]; the gradients go into `sums`."""
+def reference(
+    x: Tensor, weight: Tensor, labels: Tensor, o: Options, want_x: bool, want_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [R, C], weight [V, C], labels [R], contiguous -> sum of the losses and its gradients (empty where not wanted), out of other operations."""
+    sums = _Sums(x, weight, want_x, want_weight)
     total = torch.zeros((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
     one = torch.ones((1,), dtype=total.dtype, device=x.device)
     size = chunk_rows(x.shape[0], weight.shape[0], x.element_size(), x.device)
@@ -95,7 +99,10 @@ def _chunked(x: Tensor, weight: Tensor, labels: Tensor, o: Options, sums: _Sums)
             ones = one.expand(losses.shape[0])
             CROSS_ENTROPY_BACKWARD.on(x.device)(ones, logits, labels[rows], lse, o, logits)
             sums.add(rows, logits, x[rows], weight, last=rows.stop == x.shape[0])
-    return total
+    return total, sums.x, sums.weight
+
+
+LINEAR_CROSS_ENTROPY = Operation("linear_cross_entropy", reference)
 
 
 @torch.library.custom_op(
@@ -114,10 +121,10 @@ def _linear_cross_entropy(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, w = as_rows(x).contiguous(), weight.contiguous()
-    sums = _Sums(rows, w, want_x, want_weight)
-    total = _chunked(rows, w, labels.reshape(-1).contiguous(), Options(ignore_index, label_smoothing, z_loss), sums)
-    return total, sums.x.view(x.shape) if want_x else sums.x, sums.weight
+    flat, options = labels.reshape(-1).contiguous(), Options(ignore_index, label_smoothing, z_loss)
+    run = LINEAR_CROSS_ENTROPY.on(x.device)
+    total, dx, dweight = run(as_rows(x).contiguous(), weight.contiguous(), flat, options, want_x, want_weight)
+    return total, dx.view(x.shape) if want_x else dx, dweight
 
 
 @_linear_cross_entropy.register_fake

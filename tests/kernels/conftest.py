@@ -22,9 +22,9 @@ SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
 ANYWHERE = ["test_updates.py", "test_layers.py", "test_wire.py", "test_moe.py", "test_attention.py"]
 WANTED = {
     "": [*ANYWHERE, "test_native.py", "test_processes.py", "test_operations.py", "test_tuning.py"],
-    "interpreter": [*ANYWHERE, "test_sanitizer.py"],
+    "interpreter": [*ANYWHERE, "test_sanitizer.py", "test_liger.py"],
     "compile": ["test_compile.py"],
-    "device": [*ANYWHERE, "test_operations.py"],
+    "device": [*ANYWHERE, "test_operations.py", "test_liger.py"],
 }[SETTING]
 collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if p.name not in WANTED]
 

@@ -69,30 +69,50 @@ def test_kernels_are_in_the_compiled_graph():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def told(accelerator=True, registry=None, **kernels):
+    return "\n".join(map(str, check_kernels(Config(**kernels), registry or Registry.load([]), accelerator)))
+
+
 def test_unknown_choices_are_refused():
-    registry = Registry.load([])
-    problems = check_kernels(
-        Config(layers="sometimes", tiles="best", replace={"nrom": "liger", "glu": "ligr", "norm": "liger"}), registry
-    )
-    told = "\n".join(map(str, problems))
-    assert "kernels.layers: 'sometimes'" in told
-    assert "kernels.tiles: 'best'" in told
-    assert "did you mean 'norm'" in told
-    assert "'liger'" in told
-    assert "liger has no implementation of 'norm'" in told
+    text = told(layers="sometimes", tiles="best", replace={"nrom": "liger", "glu": "ligr", "route": "liger"})
+    assert "kernels.layers: 'sometimes'" in text
+    assert "kernels.tiles: 'best'" in text
+    assert "did you mean 'norm'" in text
+    assert "'liger'" in text
+    assert "liger has no implementation of 'route'" in text
+    assert "It has glu, glu_backward, norm" in text
+
+
+class Provider:
+    """A registry whose slot has one function for everything."""
+
+    def __init__(self, accelerator=False):
+        self.accelerator = accelerator
+
+    def provide(self, slot, name):
+        def seven(tensors):
+            return torch.tensor(7.0)
+
+        seven.accelerator = self.accelerator
+        return lambda operation: seven
+
+
+def test_choices_that_would_change_nothing_are_refused():
+    assert "kernels.layers=auto on CPUs nothing calls 'norm'" in told(False, Provider(), replace={"norm": "mine"})
+    assert "kernels.layers=never nothing calls 'glu'" in told(True, Provider(), layers="never", replace={"glu": "mine"})
+    assert "no part of a run calls 'linear_cross_entropy'" in told(True, Provider(), replace={"linear_cross_entropy": "mine"})
+    assert "'mine' needs an accelerator" in told(False, Provider(True), replace={"squared_norm": "mine"})
+    for accelerator, when, operation in ((True, "auto", "norm"), (False, "always", "rope"), (False, "auto", "glu")):
+        assert told(accelerator, Provider(), layers=when, replace={operation: "mine"}) == ""
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+    with pytest.raises(ConfigError, match=r"pip install 'partita\[liger\]'"):
         find("glu", "liger", Registry.load([]))
 
 
 def test_replacements_end_with_the_run():
-    class Provider:
-        def provide(self, slot, name):
-            return lambda operation: lambda tensors: torch.tensor(7.0)
-
     use_kernels(Config(replace={"squared_norm": "mine"}), Provider())
     assert partita_kernels.squared_norm([torch.ones(3)]).item() == 7.0
     use_kernels(Config(), None)

@@ -12,7 +12,8 @@ from torch import nn
 import partita_kernels
 from partita_kernels.dispatch import TRITON_DEVICES, has_triton
 
-WHEN = ("auto", "always", "never")
+AUTO = "auto"
+WHEN = (AUTO, "always", "never")
 
 _when = "auto"
 

@@ -114,7 +114,7 @@ def plan_draft(draft: PlanDraft, registry: Any) -> tuple[Plan, list[Cost], list[
         *check_rules(plan, draft),
         *check_survival(draft),
     ]
-    problems += check_kernels(draft.config, registry)
+    problems += check_kernels(draft.config, registry, draft.cluster.accelerator)
     costs = estimate_plan(draft, plan, registry.estimate(plan, draft))
     problems += check_memory(plan, draft, costs)
     return plan, costs, list(dict.fromkeys(problems))

@@ -16,8 +16,14 @@ from partita_kernels import dispatch, tuning
 Implementation = Callable[..., Any]
 
 
-def check_kernels(config: Any, registry: Any) -> list[Problem]:
-    """What of the node can't be carried out."""
+# Operations that the reference models' layers alone call, and so only where `kernels.layers` wants kernels.
+OF_LAYERS = ("norm", "norm_backward", "rope")
+OF_LAYERS_BUT_EXPERTS = ("glu", "glu_backward")  # experts call them wherever layers aren't `never`
+FOR_CODE = ("linear_cross_entropy",)  # no part of a run calls it
+
+
+def check_kernels(config: Any, registry: Any, accelerator: bool) -> list[Problem]:
+    """What of the node can't be carried out, or would change nothing. accelerator: will the run have one?"""
     problems = []
     if config.kernels.layers not in layers.WHEN:
         reason = f"{config.kernels.layers!r} says nothing."
@@ -26,12 +32,30 @@ def check_kernels(config: Any, registry: Any) -> list[Problem]:
         reason = f"{config.kernels.tiles!r} says nothing."
         problems.append(Problem("kernels.tiles", reason, f"Use one of {', '.join(tuning.MODES)}."))
     for operation, name in config.kernels.replace.items():
+        key = f"kernels.replace.{operation}"
         try:
-            find(operation, name, registry)
+            implementation = find(operation, name, registry)
         except PartitaError as error:
             reason, _, remedy = str(error).partition("\n    -> ")
-            problems.append(Problem(f"kernels.replace.{operation}", reason, remedy or "Leave the entry out."))
+            problems.append(Problem(key, reason, remedy or "Leave the entry out."))
+            continue
+        if getattr(implementation, "accelerator", False) and not accelerator:
+            reason = f"{name!r} needs an accelerator, and this run is on CPUs."
+            problems.append(Problem(key, reason, "Leave the entry out: ours has a path for CPUs."))
+        elif reason := _idle(operation, config.kernels.layers, accelerator):
+            problems.append(Problem(key, *reason))
     return problems
+
+
+def _idle(operation: str, layers_when: str, accelerator: bool) -> tuple[str, str] | None:
+    """(why no part of the run would call the operation, remedy)."""
+    if operation in FOR_CODE:
+        return f"no part of a run calls {operation!r}.", f"Call partita_kernels.replace({operation!r}, ...) in code that does."
+    off = layers_when == "never" or (layers_when == layers.AUTO and not accelerator)
+    if (off and operation in OF_LAYERS) or (layers_when == "never" and operation in OF_LAYERS_BUT_EXPERTS):
+        reason = f"with kernels.layers={layers_when}{'' if accelerator else ' on CPUs'} nothing calls {operation!r}."
+        return reason, "Set kernels.layers=always, or leave the entry out."
+    return None
 
 
 def use_kernels(config: Any, registry: Any) -> None:
@@ -51,47 +75,3 @@ def find(operation: str, name: str, registry: Any) -> Implementation:
         raise ConfigError(f"there is no operation {operation!r}\n    -> {did_you_mean(operation, dispatch.OPERATIONS)}")
     implementation: Implementation = registry.provide("kernel", name)(operation)
     return implementation
-
-
-def make_liger(operation: str) -> Implementation:
-    """Slot `kernel`: SwiGLU and GeGLU of liger-kernel (Hsu et al. 2024), for accelerators."""
-    ours: dict[str, Implementation] = {"glu": _liger_glu, "glu_backward": _liger_glu_backward}
-    if operation not in ours:
-        raise ConfigError(f"liger has no implementation of {operation!r}\n    -> It has {', '.join(ours)}.")
-    try:
-        import liger_kernel.ops  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("liger-kernel isn't installed\n    -> pip install liger-kernel, or leave liger out.") from error
-    return ours[operation]
-
-
-def _liger_takes(x: torch.Tensor, kind: int) -> bool:
-    """It has no exact GELU, and its kernels need an accelerator."""
-    return kind in (0, 1) and x.device.type in dispatch.TRITON_DEVICES and x.dtype != torch.float64 and x.numel() > 0
-
-
-def _liger_glu(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    if not _liger_takes(gate, kind):
-        return _ours("glu", gate)(gate, up, kind)
-    from liger_kernel.ops.geglu import geglu_forward
-    from liger_kernel.ops.swiglu import swiglu_forward
-
-    forward = swiglu_forward if kind == 0 else geglu_forward
-    return forward(gate.contiguous(), up.contiguous())[2]
-
-
-def _liger_glu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _liger_takes(gate, kind):
-        return _ours("glu_backward", gate)(dy, gate, up, kind)
-    from liger_kernel.ops.geglu import geglu_backward
-    from liger_kernel.ops.swiglu import swiglu_backward
-
-    backward = swiglu_backward if kind == 0 else geglu_backward
-    # It writes over gate and up, which others may still read.
-    copies = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
-    return backward(*copies, dy.contiguous())
-
-
-def _ours(operation: str, x: torch.Tensor) -> Implementation:
-    own = dispatch.OPERATIONS[operation]
-    return own.implementation(x.device)
