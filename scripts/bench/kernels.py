@@ -1,19 +1,26 @@
-"""Each kernel against the copy bandwidth of this machine, plain torch and torch.compile, on a CPU or an accelerator.
+"""Each kernel against the copy bandwidth of this machine, plain torch, torch.compile and liger-kernel, on a CPU or an accelerator.
 
 python scripts/bench/kernels.py [--compile] [--elements N] [--repeat R] [--threads T] [--only NAME] [--json FILE]
 
+elements: of the tensors; far beyond the caches by default, since a copy within them is no bound: 2^26 on a CPU that has the memory (4 minutes on two
+cores), 2^27 on an accelerator. Freed memory is kept by the process, as accelerators' allocators do: mapping pages anew costs more than some kernels.
+
 bytes: what an operation has to read and write, once. of copy: its bytes per second over those of a copy of the same size, measured in turn
 with it. eager: time of the same work in plain torch operations (torch.optim's fused update and F.* where there are any) over ours; compiled: the same
-for torch.compile of the plain form (half a minute for each kernel the first time). Layers made of several kernels are in layers.py.
+for torch.compile of the plain form (half a minute for each kernel the first time); liger: the same call with liger-kernel's implementation, on an
+accelerator where it is installed (`pip install 'partita[liger]'`). Layers made of several kernels are in layers.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +32,14 @@ from rich.console import Console
 from rich.table import Table
 
 import partita_kernels as kernels
+from partita.runtime.memory import keep_freed_memory
 
 BF16, F32 = torch.bfloat16, torch.float32
 WIDTH = 4096  # of rows
 CLASSES = 32768
+NORM, GLU, LOSS = ((name, f"{name}_backward") for name in ("norm", "glu", "cross_entropy"))
+MOST = 96  # bytes for each element of what is there at once
+KEPT = 2**31 - 1  # bytes of freed memory
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
@@ -41,6 +52,7 @@ class Case:
     ours: Callable[[], object]
     eager: Callable[[], object] | None
     compiled: Callable[[], Callable[[], object]] | None = None  # makes what runs the plain form through torch.compile
+    liger: tuple[str, ...] = ()  # operations of ours that liger-kernel has, too
 
 
 def trained(
@@ -64,6 +76,7 @@ class Result:
     ours: float
     eager: float | None
     compiled: float | None
+    liger: float | None
     copy: float  # of `bytes` bytes, half read and half written
 
     @property
@@ -158,13 +171,13 @@ def norm_cases(n: int) -> list[Case]:
         return rms(x + r, w), x + r
 
     return [
-        Case("rms_norm", 4 * n, lambda: kernels.rms_norm(x, w), lambda: rms(x, w), lambda: partial(torch.compile(rms), x, w)),
+        Case("rms_norm", 4 * n, lambda: kernels.rms_norm(x, w), lambda: rms(x, w), lambda: partial(torch.compile(rms), x, w), NORM),
         Case(
             "add_rms_norm, forward and backward", 16 * n, trained(kernels.add_rms_norm, leaves, dy), trained(add, leaves, dy),
-            lambda: trained(torch.compile(add), leaves, dy),
+            lambda: trained(torch.compile(add), leaves, dy), NORM,
         ),
         Case(
-            "layer_norm", 4 * n, lambda: kernels.layer_norm(x, w, w), lambda: layer(x, w), lambda: partial(torch.compile(layer), x, w)
+            "layer_norm", 4 * n, lambda: kernels.layer_norm(x, w, w), lambda: layer(x, w), lambda: partial(torch.compile(layer), x, w), NORM
         ),
     ]  # fmt: skip
 
@@ -179,10 +192,10 @@ def glu_cases(n: int) -> list[Case]:
 
     a, b = g.detach(), u.detach()
     return [
-        Case("swiglu", 6 * n, lambda: kernels.swiglu(a, b), lambda: eager(a, b), lambda: partial(torch.compile(eager), a, b)),
+        Case("swiglu", 6 * n, lambda: kernels.swiglu(a, b), lambda: eager(a, b), lambda: partial(torch.compile(eager), a, b), GLU),
         Case(
             "swiglu, forward and backward", 16 * n, trained(kernels.swiglu, [g, u], dy), trained(eager, [g, u], dy),
-            lambda: trained(torch.compile(eager), [g, u], dy),
+            lambda: trained(torch.compile(eager), [g, u], dy), GLU,
         ),
     ]  # fmt: skip
 
@@ -197,7 +210,7 @@ def rope_case(n: int) -> Case:
         a, z = x.chunk(2, -1)
         return torch.cat([a * c - z * s, z * c + a * s], -1)
 
-    return Case("rope", 4 * x.numel(), lambda: kernels.rope(x, cos, sin), eager, lambda: torch.compile(eager))
+    return Case("rope", 4 * x.numel(), lambda: kernels.rope(x, cos, sin), eager, lambda: torch.compile(eager), ("rope",))
 
 
 def loss_case(n: int) -> Case:
@@ -215,7 +228,7 @@ def loss_case(n: int) -> Case:
 
     mine, plain = (trained(f, [x], one) for f in (ours, eager))
     return Case(
-        "cross_entropy, forward and backward", 6 * x.numel(), mine, plain, lambda: trained(torch.compile(eager), [x], one)
+        "cross_entropy, forward and backward", 6 * x.numel(), mine, plain, lambda: trained(torch.compile(eager), [x], one), LOSS
     )
 
 
@@ -316,6 +329,14 @@ GROUPS: list[Callable[[int], Case | list[Case]]] = [
 ]  # fmt: skip
 
 
+def default_elements() -> int:
+    """So many that the tensors of the largest case lie far beyond the caches, and within memory."""
+    if DEVICE.type != "cpu":
+        return 1 << 27
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 1 << min(26, (there // MOST).bit_length() - 1)
+
+
 def seconds(run: Callable[[], object]) -> float:
     """Of one call, the device's work included."""
     synchronize()
@@ -330,8 +351,29 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+@contextmanager
+def instead(implementations: dict[str, Callable[..., object]]) -> Iterator[None]:
+    """Inside, these stand for operations of ours."""
+    for name, implementation in implementations.items():
+        kernels.replace(name, implementation)
+    try:
+        yield
+    finally:
+        for name in implementations:
+            kernels.replace(name, None)
+
+
+def ligers(case: Case) -> dict[str, Callable[..., object]]:
+    """What liger-kernel has for a case, where it can run."""
+    if DEVICE.type == "cpu" or not importlib.util.find_spec("liger_kernel"):
+        return {}
+    from partita.train.liger import make_liger
+
+    return {name: make_liger(name) for name in case.liger}
+
+
 def measure(case: Case, repeat: int, compiled: bool) -> Result:
-    """Ours, plain torch, compiled if asked for, and a copy in turn, so that a busy machine slows all alike."""
+    """Ours, plain torch, compiled if asked for, liger and a copy in turn, so that a busy machine slows all alike."""
     source = torch.empty(case.bytes // 2, dtype=torch.uint8, device=DEVICE).fill_(1)
     target = torch.empty_like(source)
     runs = {"ours": case.ours, "copy": lambda: target.copy_(source)}
@@ -340,22 +382,25 @@ def measure(case: Case, repeat: int, compiled: bool) -> Result:
     if case.compiled is not None and compiled:
         torch.compiler.reset()
         runs["compiled"] = case.compiled()
-    for run in runs.values():  # compile, page in
-        run()
+    theirs = ligers(case)
+    if theirs:
+        runs["liger"] = case.ours
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeat):
+    for _ in range(repeat + 1):  # the first compiles and pages in
         for name, run in runs.items():
-            times[name].append(seconds(run))
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    return Result(case.name, case.bytes, middle["ours"], middle.get("eager"), middle.get("compiled"), middle["copy"])
+            with instead(theirs) if name == "liger" else nullcontext():
+                times[name].append(seconds(run))
+    middle = {name: statistics.median(values[1:]) for name, values in times.items()}
+    eager, plain, liger = (middle.get(name) for name in ("eager", "compiled", "liger"))
+    return Result(case.name, case.bytes, middle["ours"], eager, plain, liger, middle["copy"])
 
 
 def table(results: list[Result]) -> Table:
     """For people."""
     title = f"kernels on {DEVICE.type}, bfloat16"
-    shown = Table("operation", "MB", "ms", "GB/s", "of copy", "eager / ours", "compiled / ours", title=title)
+    shown = Table("operation", "MB", "ms", "GB/s", "of copy", "eager / ours", "compiled / ours", "liger / ours", title=title)
     for r in results:
-        others = ("" if other is None else f"{other / r.ours:.2f}" for other in (r.eager, r.compiled))
+        others = ("" if other is None else f"{other / r.ours:.2f}" for other in (r.eager, r.compiled, r.liger))
         rate = f"{r.bytes / r.ours / 1e9:.1f}"
         shown.add_row(r.name, f"{r.bytes / 1e6:.0f}", f"{r.ours * 1e3:.2f}", rate, f"{r.of_copy:.2f}", *others)
     return shown
@@ -364,7 +409,7 @@ def table(results: list[Result]) -> Table:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << (22 if DEVICE.type == "cpu" else 27), help="elements of the tensors")
+    parser.add_argument("--elements", type=int, default=default_elements(), help="elements of the tensors")
     parser.add_argument("--repeat", type=int, default=5 if DEVICE.type == "cpu" else 20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--only", default="", help="operations whose name has this in it")
@@ -372,12 +417,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results there too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory(KEPT, KEPT)
     results = []
     for group in GROUPS:
         made = group(options.elements)
         cases = [c for c in (made if isinstance(made, list) else [made]) if options.only in c.name]
         results += [measure(case, options.repeat, options.compile) for case in cases]
-    Console(width=110).print(table(results))
+    Console(width=125).print(table(results))
     if options.json:
         options.json.write_text(json.dumps([{**asdict(r), "of_copy": r.of_copy} for r in results], indent=1))
 

@@ -15,9 +15,12 @@ KEPT = 256 * 2**20  # bytes kept at the end of the heap
 SMALL = 2**20  # bytes of a block that is given back when it is freed
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks, where it is the C library and the user has not set it otherwise (MALLOC_*_THRESHOLD_)."""
-    _set(LARGEST, KEPT)
+def keep_freed_memory(largest: int = LARGEST, kept: int = KEPT) -> None:
+    """Have glibc keep freed blocks, where it is the C library and the user has not set it otherwise (MALLOC_*_THRESHOLD_).
+
+    largest: bytes of a block that is kept. kept: bytes in all, at the end of the heap. Both below 2 GiB.
+    """
+    _set(largest, kept)
 
 
 def return_freed_memory() -> None:

@@ -42,8 +42,8 @@ def check_kernels(config: Any, registry: Any, accelerator: bool) -> list[Problem
         if getattr(implementation, "accelerator", False) and not accelerator:
             reason = f"{name!r} needs an accelerator, and this run is on CPUs."
             problems.append(Problem(key, reason, "Leave the entry out: ours has a path for CPUs."))
-        elif reason := _idle(operation, config.kernels.layers, accelerator):
-            problems.append(Problem(key, *reason))
+        elif idle := _idle(operation, config.kernels.layers, accelerator):
+            problems.append(Problem(key, *idle))
     return problems
 
 
