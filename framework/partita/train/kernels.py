@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import partita_kernels
 from partita.errors import ConfigError, PartitaError, did_you_mean
 from partita.models import layers

@@ -32,7 +32,6 @@ def make_liger(operation: str) -> Implementation:
     remedy = "pip install 'partita[liger]', or leave liger out."
     try:
         import liger_kernel.ops  # noqa: F401
-
         from packaging.version import Version  # which it needs, too
 
         found = importlib.metadata.version("liger-kernel")
@@ -95,7 +94,10 @@ def _copy(t: Tensor) -> Tensor:
 
 # ---- norms
 
-CASTING, CASTING_NUMBER = "gemma", 1  # of liger's modes the one that computes in float32 up to the end, and its number for backward
+CASTING, CASTING_NUMBER = (
+    "gemma",
+    1,
+)  # of liger's modes the one that computes in float32 up to the end, and its number for backward
 
 
 def _norm(
@@ -177,7 +179,9 @@ def _cross_entropy(logits: Tensor, labels: Tensor, o: Options) -> tuple[Tensor, 
 def _cross_entropy_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, o: Options, out: Tensor) -> None:
     """Its kernel turns logits into gradients in place, and computes their log-sum-exps anew."""
     shards = o.classes not in (0, logits.shape[1])
-    _check("cross_entropy_backward", logits, "it has no share of the classes, as vocabulary-parallel logits are" if shards else "")
+    _check(
+        "cross_entropy_backward", logits, "it has no share of the classes, as vocabulary-parallel logits are" if shards else ""
+    )
     known = (labels >= 0) & (labels < logits.shape[1])
     if out.data_ptr() != logits.data_ptr():
         out.copy_(logits)
