@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -153,14 +154,13 @@ class Monitor(threading.Thread):
                 self._report.add("checkpoint", self._run.step, f"{error}", about=str(path))
 
     def _to_verify(self, now: float) -> Path | None:
-        """The newest that was never read; else, when it is time again, the one that was read longest ago."""
+        """The newest where it was never read; else, when it is time again, the one that was read longest ago or never."""
         there = sorted(p for p in self._run.checkpoints.dir.glob("step-*") if not p.suffix)  # whole ones have a plain name
         self._verified = {p: t for p, t in self._verified.items() if p in there}
-        new = [p for p in there if p not in self._verified]
-        if new:
-            return new[-1]
-        if self._verified and now - max(self._verified.values()) >= self._config.verify_every:
-            return min(self._verified, key=self._verified.__getitem__)
+        if there and there[-1] not in self._verified:
+            return there[-1]
+        if there and now - max(self._verified.values()) >= self._config.verify_every:
+            return min(there, key=lambda p: self._verified.get(p, -math.inf))
         return None
 
     # ------------------------------------------------------------------ the machine

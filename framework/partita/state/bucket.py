@@ -423,11 +423,15 @@ class Bucket:
         return self._share_of_square(self.reduced)
 
     def _share_of_square(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Each of the ranks that hold the same shard looks at another part of it."""
-        groups = self.apart().groups  # whose gradients differ: their mean counts
-        copies = self.groups.copies // groups
-        copy, n = self.groups.copy % copies, reduced.numel()
-        return squared_norm([reduced[n * copy // copies : n * (copy + 1) // copies]]) / groups
+        """Each of the ranks that hold the same shard looks at another part of it. Of groups that go their own ways the mean counts."""
+        first, end = self.my_part(0, reduced.numel())
+        return squared_norm([reduced[first:end]]) / self.apart().groups
+
+    def my_part(self, first: int, end: int) -> tuple[int, int]:
+        """Of a range of the shard: what is this rank's where the ranks with equal states divide it among them. May be empty."""
+        equal = self.groups.copies // self.apart().groups
+        mine, n = self.groups.copy % equal, end - first
+        return first + n * mine // equal, first + n * (mine + 1) // equal
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""

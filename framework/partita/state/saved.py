@@ -25,12 +25,10 @@ def slices_to_save(buckets: Iterable[Bucket], owns: Callable[[Bucket], bool]) ->
         if not owns(bucket):
             continue
         apart = bucket.apart()
-        copies = bucket.groups.copies // apart.groups
-        copy = bucket.groups.copy % copies
+        writes_empty = bucket.my_part(0, 1) == (0, 1)  # one of the ranks with equal states
         for s, lo, hi in bucket.layout.owned(bucket.index):
-            a = lo + (hi - lo) * copy // copies
-            b = lo + (hi - lo) * (copy + 1) // copies
-            if a < b or (math.prod(s.part.shape) == 0 and copy == 0):
+            a, b = bucket.my_part(lo, hi)
+            if a < b or (lo == hi and writes_empty):
                 mine = slices_of(bucket, s, a, b)
                 out += [
                     replace(x, key=apart.own(x.key) or x.key)
