@@ -6,25 +6,34 @@ atomically and results are the same each time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from partita_kernels import tuning
 from partita_kernels.jit import backend, cdiv, kernel, power_of_2
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 Tensor = torch.Tensor
+Tile = tuning.Tile
 
 LOG2E = 1.4426950408889634
-TILES = (128, 64)  # queries and keys of a forward tile, in two bytes an element
-TILES_WIDE = (64, 32)  # the same for float32, which goes without matrix units
-TILES_BACK = (64, 64)  # of the gradient of queries
-TILES_KEYS = (32, 64)  # of the gradients of keys and values: twice as many sums
-# Warps of a program, so that its registers suffice. A warp of AMD's has twice as many threads.
-WARPS = {"cuda": {"forward": 8, "queries": 8, "keys": 8}, "hip": {"forward": 8, "queries": 4, "keys": 4}}
 WIDEST = 256  # head that a tile holds
+# Queries and keys of a tile, in two bytes an element and heads of up to 128; warps, so that registers suffice; stages of loads. A warp of AMD's has twice as
+# many threads. Gradients of keys and values are twice as many sums as those of queries. float32 goes without matrix units, so with half a tile each way.
+TILES: dict[str, dict[str, Tile]] = {
+    "cuda": {"forward": (128, 64, 8, 2), "queries": (64, 64, 8, 2), "keys": (32, 64, 8, 2)},
+    "hip": {"forward": (128, 64, 8, 2), "queries": (64, 64, 4, 2), "keys": (32, 64, 4, 2)},
+}
+# What tuning tries beside the default. At heads of 128 a few need more registers or shared memory than some devices have: measured, they drop out.
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "forward": ((128, 128, 8, 2), (128, 32, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3)),
+    "queries": ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 3)),
+    "keys": ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (16, 64, 4, 2)),
+}
 
 
 @kernel
@@ -36,8 +45,47 @@ def _tile(ptr, rows, count, stride, c, size):
 
 
 @kernel
+def _put(ptr, rows, live, c, size, values):
+    """Rows of a contiguous matrix, in its dtype."""
+    at = ptr + rows[:, None] * size + c[None, :]
+    tl.store(at, values.to(ptr.dtype.element_ty), mask=live[:, None] & (c < size)[None, :])
+
+
+@kernel
+def _bounds(low_ptr, high_ptr, i, live):
+    """Of the keys that queries see."""
+    return tl.load(low_ptr + i, mask=live, other=0), tl.load(high_ptr + i, mask=live, other=0)
+
+
+@kernel
+def _span(lo, hi, live, keys):
+    """From the lowest to the highest bound of a tile's queries."""
+    return tl.min(tl.where(live, lo, keys), 0), tl.minimum(tl.max(hi, 0), keys)
+
+
+@kernel
 def _seen(j, lo, hi):
     return (j >= lo) & (j < hi)
+
+
+@kernel
+def _sums(lse_ptr, delta_ptr, at, live):
+    """(log-sum-exps in powers of two, sums of dout * out) of queries."""
+    lse = tl.load(lse_ptr + at, mask=live, other=0.0) * 1.4426950408889634
+    return lse, tl.load(delta_ptr + at, mask=live, other=0.0)
+
+
+@kernel
+def _weights(a, b, seen, lse, scale, PRECISION: tl.constexpr):
+    """Of a tile of queries a and keys b, or the other way round."""
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION) * scale
+    return tl.where(seen, tl.exp2(s - lse), 0.0)
+
+
+@kernel
+def _slopes(p, a, b, delta, PRECISION: tl.constexpr):
+    """Gradients of the scores before their factor, from weights p: of dout a and values b, or the other way round."""
+    return p * (tl.dot(a, tl.trans(b), input_precision=PRECISION) - delta)
 
 
 @kernel
@@ -46,19 +94,16 @@ def _forward(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of queries of one head for each program. scale: of the scores in powers of two."""
-    b = tl.program_id(1) // heads
+    b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
-    b64 = b.to(tl.int64)
     i = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     c = tl.arange(0, DIM)
     live = i < queries
-    lo = tl.load(low_ptr + b64 * bound_b + i, mask=live, other=0)
-    hi = tl.load(high_ptr + b64 * bound_b + i, mask=live, other=0)
-    first = tl.min(tl.where(live, lo, keys), 0)
-    last = tl.minimum(tl.max(hi, 0), keys)
-    q = _tile(q_ptr + b64 * qb + h.to(tl.int64) * qh, i, queries, qt, c, size)
-    k_ptr += b64 * kb + (h // shared).to(tl.int64) * kh
-    v_ptr += b64 * vb + (h // shared).to(tl.int64) * vh
+    lo, hi = _bounds(low_ptr, high_ptr, b * bound_b + i, live)
+    first, last = _span(lo, hi, live, keys)
+    q = _tile(q_ptr + b * qb + h.to(tl.int64) * qh, i, queries, qt, c, size)
+    k_ptr += b * kb + (h // shared).to(tl.int64) * kh
+    v_ptr += b * vb + (h // shared).to(tl.int64) * vh
     peak = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     out = tl.zeros([QUERIES, DIM], tl.float32)
@@ -79,33 +124,14 @@ def _forward(
     out = out / tl.where(nothing, 1.0, total)[:, None]
     lse = tl.where(nothing, -float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
     row = tl.program_id(1).to(tl.int64) * queries + i
-    tl.store(
-        out_ptr + row[:, None] * size + c[None, :], out.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c < size)[None, :]
-    )
+    _put(out_ptr, row, live, c, size, out)
     tl.store(lse_ptr + row, lse, mask=live)
 
 
 @kernel
 def _delta(
-    dout_ptr,
-    out_ptr,
-    dlse_ptr,
-    delta_ptr,
-    heads,
-    queries,
-    size,
-    db,
-    dh,
-    dt,
-    ob,
-    oh,
-    ot,
-    lb,
-    lh,
-    lt,
-    QUERIES: tl.constexpr,
-    DIM: tl.constexpr,
-):
+    dout_ptr, out_ptr, dlse_ptr, delta_ptr, heads, queries, size, db, dh, dt, ob, oh, ot, lb, lh, lt, QUERIES: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
     """sum(dout * out) of each query, less the gradient of its log-sum-exp."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = (tl.program_id(1) % heads).to(tl.int64)
@@ -125,19 +151,15 @@ def _backward_q(
     """A tile of queries of one head for each program."""
     b = (tl.program_id(1) // heads).to(tl.int64)
     h = tl.program_id(1) % heads
-    h64 = h.to(tl.int64)
     i = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     c = tl.arange(0, DIM)
     live = i < queries
-    lo = tl.load(low_ptr + b * bound_b + i, mask=live, other=0)
-    hi = tl.load(high_ptr + b * bound_b + i, mask=live, other=0)
-    first = tl.min(tl.where(live, lo, keys), 0)
-    last = tl.minimum(tl.max(hi, 0), keys)
+    lo, hi = _bounds(low_ptr, high_ptr, b * bound_b + i, live)
+    first, last = _span(lo, hi, live, keys)
     row = tl.program_id(1).to(tl.int64) * queries + i
-    lse = tl.load(lse_ptr + row, mask=live, other=0.0) * 1.4426950408889634
-    delta = tl.load(delta_ptr + row, mask=live, other=0.0)
-    q = _tile(q_ptr + b * qb + h64 * qh, i, queries, qt, c, size)
-    d = _tile(dout_ptr + b * db + h64 * dh, i, queries, dt, c, size)
+    lse, delta = _sums(lse_ptr, delta_ptr, row, live)
+    q = _tile(q_ptr + b * qb + h.to(tl.int64) * qh, i, queries, qt, c, size)
+    d = _tile(dout_ptr + b * db + h.to(tl.int64) * dh, i, queries, dt, c, size)
     k_ptr += b * kb + (h // shared).to(tl.int64) * kh
     v_ptr += b * vb + (h // shared).to(tl.int64) * vh
     dq = tl.zeros([QUERIES, DIM], tl.float32)
@@ -145,15 +167,10 @@ def _backward_q(
         j = start + tl.arange(0, KEYS)
         k = _tile(k_ptr, j, keys, kt, c, size)
         v = _tile(v_ptr, j, keys, vt, c, size)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        p = tl.where(_seen(j[None, :], lo[:, None], hi[:, None]), tl.exp2(s - lse[:, None]), 0.0)
-        ds = p * (tl.dot(d, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        p = _weights(q, k, _seen(j[None, :], lo[:, None], hi[:, None]), lse[:, None], scale, PRECISION)
+        ds = _slopes(p, d, v, delta[:, None], PRECISION)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    tl.store(
-        dq_ptr + row[:, None] * size + c[None, :],
-        (dq * out_scale).to(dq_ptr.dtype.element_ty),
-        mask=live[:, None] & (c < size)[None, :],
-    )
+    _put(dq_ptr, row, live, c, size, dq * out_scale)
 
 
 @kernel
@@ -180,21 +197,17 @@ def _backward_kv(
         for start in range(first // QUERIES * QUERIES, last, QUERIES):
             i = start + tl.arange(0, QUERIES)
             inside = i < queries
-            lo = tl.load(low_ptr + b * bound_b + i, mask=inside, other=0)
-            hi = tl.load(high_ptr + b * bound_b + i, mask=inside, other=0)
-            lse = tl.load(lse_ptr + base + i, mask=inside, other=0.0) * 1.4426950408889634
-            delta = tl.load(delta_ptr + base + i, mask=inside, other=0.0)
+            lo, hi = _bounds(low_ptr, high_ptr, b * bound_b + i, inside)
+            lse, delta = _sums(lse_ptr, delta_ptr, base + i, inside)
             q = _tile(q_ptr + b * qb + h * qh, i, queries, qt, c, size)
             d = _tile(dout_ptr + b * db + h * dh, i, queries, dt, c, size)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
-            p = tl.where(_seen(j[:, None], lo[None, :], hi[None, :]), tl.exp2(s - lse[None, :]), 0.0)
+            p = _weights(k, q, _seen(j[:, None], lo[None, :], hi[None, :]), lse[None, :], scale, PRECISION)
             dv = tl.dot(p.to(d.dtype), d, dv, input_precision=PRECISION)
-            ds = p * (tl.dot(v, tl.trans(d), input_precision=PRECISION) - delta[None, :])
+            ds = _slopes(p, v, d, delta[None, :], PRECISION)
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    at = (tl.program_id(1).to(tl.int64) * keys + j)[:, None] * size + c[None, :]
-    there = live[:, None] & (c < size)[None, :]
-    tl.store(dk_ptr + at, (dk * out_scale).to(dk_ptr.dtype.element_ty), mask=there)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=there)
+    row = tl.program_id(1).to(tl.int64) * keys + j
+    _put(dk_ptr, row, live, c, size, dk * out_scale)
+    _put(dv_ptr, row, live, c, size, dv)
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -202,13 +215,29 @@ def _rows(t: Tensor) -> Tensor:
     return t if t.stride(3) == 1 else t.contiguous()
 
 
-def _constants(q: Tensor, tiles: tuple[int, int], queries: int, keys: int) -> dict[str, Any]:
-    """Tiles of about the same bytes for every width of head and dtype, at least 16."""
+def _constants(q: Tensor, tile: Tile, queries: int, keys: int) -> dict[str, Any]:
+    """Of a launch. Tiles have about the same bytes for every width of head and dtype, at least 16 rows, and not many more than there are."""
     dim = max(16, power_of_2(q.shape[3]))
     share = max(1, dim * q.element_size() // 256) * q.element_size() // 2
-    rows = [max(16, min(n // share, power_of_2(max(1, most)))) for n, most in zip(tiles, (queries, keys), strict=True)]
+    rows = [max(16, min(n // share, power_of_2(max(1, most)))) for n, most in zip(tile[:2], (queries, keys), strict=True)]
     precise = "tf32" if q.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    return {"QUERIES": rows[0], "KEYS": rows[1], "DIM": dim, "PRECISION": precise}
+    sizes = {"QUERIES": rows[0], "KEYS": rows[1], "DIM": dim, "PRECISION": precise}
+    return {**sizes, "num_warps": tile[2], "num_stages": tile[3]}
+
+
+def _launch(pass_: str, q: Tensor, keys: int, tiles: tuple[int, int] | None, launch: Callable[[dict[str, Any]], Any]) -> None:
+    """launch(constants) with the tile that `tuning` gives for a pass of CANDIDATES. tiles: queries and keys, in the place of that."""
+    default = TILES[backend()][pass_]
+    if pass_ == "forward" and q.element_size() > 2:
+        default = (64, 32, *default[2:])
+    shape = q.shape[2], keys
+
+    def run(tile: Tile) -> None:
+        launch(_constants(q, tile, *shape))
+
+    if tiles is not None:
+        return run((*tiles, *default[2:]))
+    return run(tuning.tile(f"attention_{pass_}", q, (*shape, q.shape[3]), default, CANDIDATES[pass_], run))
 
 
 def _fallback(q: Tensor) -> bool:
@@ -226,13 +255,16 @@ def triton(
     q, k, v = map(_rows, (q, k, v))
     b, heads, queries, size = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+    bound = low.stride(0) if low.shape[0] > 1 else 0
+    numbers = scale * LOG2E, heads, heads // k.shape[1], queries, k.shape[2], size, bound
+    strides = [s for t in (q, k, v) for s in t.stride()[:3]]
+
+    def launch(constants: dict[str, Any]) -> None:
+        grid = cdiv(queries, constants["QUERIES"]), b * heads
+        _forward[grid](q, k, v, out, lse, low, high, *numbers, *strides, **constants)
+
     if out.numel():
-        constants = _constants(q, tiles or (TILES if q.element_size() == 2 else TILES_WIDE), queries, k.shape[2])
-        bound = low.stride(0) if low.shape[0] > 1 else 0
-        _forward[(cdiv(queries, constants["QUERIES"]), b * heads)](
-            q, k, v, out, lse, low, high, scale * LOG2E, heads, heads // k.shape[1], queries, k.shape[2], size, bound,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], **constants, num_warps=WARPS[backend()]["forward"], num_stages=2,
-        )  # fmt: skip
+        _launch("forward", q, k.shape[2], tiles, launch)
     return out, lse
 
 
@@ -249,26 +281,34 @@ def triton_backward(
     b, heads, queries, size = q.shape
     groups, keys = k.shape[1], k.shape[2]
     dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
-    constants = _constants(q, tiles or TILES_BACK, queries, keys)
     bound = low.stride(0) if low.shape[0] > 1 else 0
-    shapes, strides = (queries, keys, size), [s for t in (dout, q, k, v) for s in t.stride()[:3]]
+    shared, shapes = heads // groups, (queries, keys, size)
+    strides = [s for t in (dout, q, k, v) for s in t.stride()[:3]]
     delta = torch.empty_like(lse)
-    if q.numel():
-        own = {name: constants[name] for name in ("QUERIES", "DIM")}
-        _delta[(cdiv(queries, own["QUERIES"]), b * heads)](
-            dout, out, dlse, delta, heads, queries, size, *dout.stride()[:3], *out.stride()[:3], *dlse.stride(), **own
+    inputs, factors = (dout, q, k, v, lse, delta), (scale * LOG2E, scale)
+
+    def sums(constants: dict[str, Any]) -> None:
+        more = {name: constants[name] for name in ("QUERIES", "DIM")}
+        grid = cdiv(queries, more["QUERIES"]), b * heads
+        _delta[grid](dout, out, dlse, delta, heads, queries, size, *dout.stride()[:3], *out.stride()[:3], *dlse.stride(), **more)
+
+    def of_queries(constants: dict[str, Any]) -> None:
+        grid = cdiv(queries, constants["QUERIES"]), b * heads
+        _backward_q[grid](*inputs, dq, low, high, *factors, heads, shared, *shapes, bound, *strides, **constants)
+
+    def of_keys(constants: dict[str, Any]) -> None:
+        grid = cdiv(keys, constants["KEYS"]), b * groups
+        turned = keys if bound else 0
+        _backward_kv[grid](
+            *inputs, dk, dv, low, high, begin, end, *factors, groups, shared, *shapes, bound, turned, *strides, **constants
         )
-        _backward_q[(cdiv(queries, own["QUERIES"]), b * heads)](
-            dout, q, k, v, lse, delta, dq, low, high, scale * LOG2E, scale, heads, heads // groups, *shapes, bound, *strides, **constants,
-            num_warps=WARPS[backend()]["queries"], num_stages=2,
-        )  # fmt: skip
+
+    if q.numel():
+        sums(_constants(q, TILES[backend()]["queries"] if tiles is None else (*tiles, 4, 2), queries, keys))
+        _launch("queries", q, keys, tiles, of_queries)
     if k.numel():
         begin, end = _turned(low, high, keys)
-        constants = _constants(q, tiles or TILES_KEYS, queries, keys)
-        _backward_kv[(cdiv(keys, constants["KEYS"]), b * groups)](
-            dout, q, k, v, lse, delta, dk, dv, low, high, begin, end, scale * LOG2E, scale, groups, heads // groups, *shapes, bound,
-            keys if bound else 0, *strides, **constants, num_warps=WARPS[backend()]["keys"], num_stages=2,
-        )  # fmt: skip
+        _launch("keys", q, keys, tiles, of_keys)
     return dq, dk, dv
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from itertools import pairwise
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from numbers64 import BF16, BOUNDS, F16, F32, compare, error, fresh
 
-from partita_kernels import attention, attention_piece_backward, visible
+from partita_kernels import attention, attention_piece_backward, flash_triton, tuning, visible
+from partita_kernels.jit import backend
 
 SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
 # Positions of queries and keys, and what limits what they see.
@@ -118,6 +120,37 @@ def test_pieces_make_up_the_whole(device, small_blocks):
     assert error(got[0][0] + got[1][0], grads[0]) < 3e-6
     for i in (1, 2):
         assert error(torch.cat([g[i] for g in got], 2), grads[i]) < 3e-6
+
+
+def test_tiles_are_tuned_once_and_kept(device, tmp_path, monkeypatch):
+    """Each pass by itself; afterwards results are the same to the bit, and within rounding those of the default."""
+    if SETTING not in ("interpreter", "device"):
+        pytest.skip("Triton's launchers alone have tiles")
+    monkeypatch.setenv("PARTITA_NATIVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuning, "REPEAT", 1)
+    few = {name: tiles[-1:] for name, tiles in flash_triton.CANDIDATES.items()}
+    monkeypatch.setattr(flash_triton, "CANDIDATES", few)
+    at = torch.arange(70, device=device)
+    q, k, v, dout = (fresh((1, 1, 70, 16), F16, device) for _ in range(4))
+
+    def all_four():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = attention(*leaves, *visible(at, at))[0]
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    default = all_four()
+    with tuning.tuning("tune"):
+        first, again = all_four(), all_four()
+    with tuning.tuning("tuned"):
+        later = all_four()
+    (kept,) = json.loads(tuning.path().read_text()).values()
+    assert sorted(kept) == [f"attention_{name} float16 128x128x16" for name in sorted(few)]
+    for name, tiles in few.items():
+        assert tuple(kept[f"attention_{name} float16 128x128x16"]) in (flash_triton.TILES[backend()][name], *tiles)
+    for a, b, c, d in zip(default, first, again, later):
+        assert torch.equal(b, c)
+        assert torch.equal(b, d)
+        assert error(b, a.double()) < BOUNDS[F16]
 
 
 def test_bad_numbers_reach_those_who_see_them(device):
