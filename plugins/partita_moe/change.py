@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -11,12 +12,16 @@ from partita.models.common import Mlp
 from partita.models.llama import SwiGlu
 from partita.plan.parts import expert_part
 from partita.plan.plan import EXPERT_AXES
-from partita.state.parts import declare, declared
+from partita.plan.styles import AXIS, INNER
+from partita.runtime.mesh import Group
+from partita.state.parts import Part, declare, declared
+from partita_moe.checks import CUT
 from partita_moe.experts import Experts, GeluExperts, SwiGluExperts
 from partita_moe.jitter import bring_noise
 from partita_moe.layer import ExpertLayer, MoeLayer
 from partita_moe.packing import PACKINGS
 from partita_moe.routings import TAKEN, routing_of
+from partita_moe.spread import Spread
 
 
 def add_experts(model: nn.Module, config: Any) -> nn.Module:
@@ -24,7 +29,15 @@ def add_experts(model: nn.Module, config: Any) -> nn.Module:
     if config.moe.name == TAKEN:
         from partita_moe.takeover import take_over
 
-        return take_over(model, config.moe)
+        model = take_over(model, config.moe)
+    else:
+        _make_experts(model, config)
+    if config.moe.tensor == CUT:
+        _declare_cuts(model)
+    return model
+
+
+def _make_experts(model: nn.Module, config: Any) -> None:
     moe, routing = config.moe, routing_of(config.moe)
     found = 0
     layers: list[tuple[int, MoeLayer]] = []
@@ -56,7 +69,24 @@ def add_experts(model: nn.Module, config: Any) -> nn.Module:
     dense_weights: Any = getattr(model, "matrix_weights", None)
     if dense_weights is not None:
         _count_active(model, dense_weights(), layers)
-    return model
+
+
+def _declare_cuts(model: nn.Module) -> None:
+    """Add experts, and ours that every token sees, to what the model says of cuts over the tensor axis; if it says nothing, nothing can be cut."""
+    plan: Any = getattr(model, "partita_tensor_plan", dict)
+    cuts: dict[str, str] = {}
+    for name, layer in moe_layers(model):
+        path = re.sub(r"\.\d+\.", ".*.", name)
+        cuts[f"{path}.experts"] = INNER
+        dense = getattr(layer, "dense", None)
+        if isinstance(dense, SwiGlu):
+            cuts |= {
+                f"{path}.dense.gate_up": f"packed:{dense.down.in_features},{dense.down.in_features}",
+                f"{path}.dense.down": "rowwise",
+            }
+        elif isinstance(dense, Mlp):
+            cuts |= {f"{path}.dense.up": "colwise", f"{path}.dense.down": "rowwise"}
+    model.partita_tensor_plan = lambda: {**own, **cuts} if (own := plan()) else {}  # type: ignore[assignment]
 
 
 def _layer(dense: Mlp | SwiGlu, routing: Any, ffn: int | None) -> MoeLayer:
@@ -91,25 +121,37 @@ def share_experts(model: nn.Module, run: Any) -> nn.Module:
     layout = run.plan.layout
     group = run.mesh.group(EXPERT_AXES) if layout.expert > 1 else None
     pieces = run.mesh.group(("context", "tensor") if layout.sequence_parallel else ("context",))
-    for layer in model.modules():
-        if not isinstance(layer, ExpertLayer):
-            continue
+    spread = Spread(run.mesh.group(AXIS), layout.sequence_parallel)
+    if spread.sequence:
+        run.view.switches.append(spread.wholly)
+    for _, layer in moe_layers(model):
         layer.term_weight = lambda: run.engine.share * run.engine.scaler.value
         layer.counting = lambda: not run.engine.recomputing
         layer.group = group
         layer.pieces = pieces if pieces.size > 1 else None
         layer.packing = PACKINGS.get(run.plan.collectives.expert_dispatch.format)
-        if group is None:
-            continue
-        for name in layer.experts.partita_experts:
-            old = layer.experts._parameters[name]
-            assert old is not None
-            before = declared(layer.experts, name)
-            part = expert_part(tuple(old.shape), group.rank, group.size, before.partial if before else ())
-            local = old.new_empty(part.local) if old.is_meta else part.take(old.detach()).clone()
-            layer.experts._parameters[name] = nn.Parameter(local, requires_grad=old.requires_grad)
-            declare(layer.experts, name, part)
+        if _are_cut(layer.experts):
+            layer.spread, layer.experts.adds_whole = spread, spread.group.rank == 0
+        if group is not None:
+            _keep_own(layer.experts, group)
     return model
+
+
+def _are_cut(experts: Experts) -> bool:
+    """Whether the tensor axis has cut their matrices."""
+    return any(part is not None and part.axes for part in (declared(experts, name) for name in experts.partita_experts))
+
+
+def _keep_own(experts: Experts, group: Group) -> None:
+    """Leave this rank its share of the experts."""
+    for name in experts.partita_experts:
+        old = experts._parameters[name]
+        assert old is not None
+        part = expert_part(declared(experts, name) or Part(tuple(old.shape)), group.rank, group.size)
+        (mine,) = dict(part.cuts)[0]
+        local = old.new_empty(part.local) if old.is_meta else old.detach()[slice(*mine)].clone()
+        experts._parameters[name] = nn.Parameter(local, requires_grad=old.requires_grad)
+        declare(experts, name, part)
 
 
 def moe_layers(model: nn.Module) -> list[tuple[str, ExpertLayer]]:

@@ -10,6 +10,7 @@ from partita_moe.config import MoeConfig
 from partita_moe.routings import BALANCES, CHOOSERS, DROPS, ROUTINGS, TAKEN
 
 OFF = "none"
+WHOLE, CUT = TENSORS = "whole", "cut"  # experts where there is a tensor axis
 CAUSAL = "causal"
 # what a model with experts says itself
 OWN = ("experts", "top_k", "every", "ffn", "shared", "groups", "group_top_k", "scale", "upcycle")
@@ -37,7 +38,7 @@ def wrong(config: MoeConfig) -> list[Problem]:
     need(1 <= top_k <= max(1, config.experts), "top_k", f"{top_k} of {config.experts} experts.", f"Use 1 to {config.experts}.")
     need(config.every >= 1, "every", f"{config.every} is no distance.", "Use 1 for every block, 2 for every other one.")
     need(config.ffn is None or config.ffn >= 1, "ffn", f"{config.ffn} is no width.", "Give a positive width, or null.")
-    problems += _wrong_balance(config)
+    problems += _wrong_choice(config)
     even = config.groups >= 1 and config.experts % config.groups == 0
     need(even, "groups", f"{config.experts} experts in {config.groups} groups.", "Use a divisor of moe.experts.")
     room = even and 1 <= config.group_top_k <= config.groups and top_k <= config.experts // config.groups * config.group_top_k
@@ -90,13 +91,17 @@ def looks_ahead(plan: Plan, draft: PlanDraft) -> list[Problem]:
     return problems
 
 
-def _wrong_balance(config: MoeConfig) -> list[Problem]:
+def _wrong_choice(config: MoeConfig) -> list[Problem]:
+    """Words that are none of those that a key takes, and a capacity that is none."""
     problems = []
     if config.balance is not None and config.balance not in BALANCES:
         near = did_you_mean(config.balance, BALANCES).capitalize()
         problems.append(Problem("moe.balance", f"{config.balance!r} balances nothing.", near))
     if config.capacity is not None and config.capacity <= 0:
         problems.append(Problem("moe.capacity", f"{config.capacity} is no room.", "Use 1.0 or more, or null."))
+    if config.tensor not in TENSORS:
+        near = did_you_mean(config.tensor, TENSORS).capitalize()
+        problems.append(Problem("moe.tensor", f"{config.tensor!r} says not whether experts are cut.", near))
     if config.drop not in DROPS:
         problems.append(Problem("moe.drop", f"{config.drop!r} drops nobody.", did_you_mean(config.drop, DROPS).capitalize()))
     elif config.drop != MoeConfig().drop and config.capacity is None:
@@ -112,4 +117,4 @@ def _wrong_taken(config: MoeConfig) -> list[Problem]:
     if config.jitter:
         reason = "blocks of a Hugging Face model take no noise, so ranks would not draw the same numbers."
         problems.append(Problem("moe.jitter", reason, "Drop it, or use model=gpt, llama or bert."))
-    return [*problems, *_wrong_chooser(config), *_wrong_balance(config)]
+    return [*problems, *_wrong_chooser(config), *_wrong_choice(config)]

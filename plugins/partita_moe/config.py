@@ -40,6 +40,8 @@ class MoeConfig:
     bias_rate: float = 1e-3
     # most tokens of an expert, as a multiple of the even load (Fedus et al. 2022: 1.0 to 1.25); null: dropless
     capacity: float | None = None
+    # with parallel.tensor: whether each rank has whole experts (whole), or their inner channels are cut as those of dense layers are (cut)
+    tensor: str = "whole"
     # who keeps a place where there is no room for all: position (first choices first, then earlier tokens: Fedus et al. 2022, section 2.2),
     # probability (the largest gates, whatever the position: what Riquelme et al. 2021, section 2.3, call batch prioritized routing)
     drop: str = "position"

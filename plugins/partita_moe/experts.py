@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,11 +23,17 @@ def spread(bias: Tensor, sizes: Tensor, rows: int) -> Tensor:
 
 
 class Experts(nn.Module):
-    """`count` feed-forward layers of the same form; experts lie along dimension 0 of every parameter."""
+    """`count` feed-forward layers of the same form; experts lie along dimension 0 of every parameter.
+
+    partita_inner: where the inner channels are, by which the tensor axis may cut them (partita.plan.styles).
+    """
+
+    partita_inner: ClassVar[Mapping[str, tuple[int, int]]]
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
+        self.adds_whole = True  # whether what isn't cut belongs to this rank's terms of the answers
         self.partita_experts: frozenset[str] = frozenset()
 
     def declare(self) -> None:
@@ -34,6 +43,8 @@ class Experts(nn.Module):
 
 class GeluExperts(Experts):
     """down(gelu(up(x))) with biases."""
+
+    partita_inner: ClassVar = {"up": (2, 1), "up_bias": (1, 1), "down": (1, 1)}
 
     def __init__(self, count: int, width: int, inner: int, approximate: str) -> None:
         super().__init__(count)
@@ -47,11 +58,14 @@ class GeluExperts(Experts):
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """x [n, C] sorted by expert, int64 sizes [E] -> [n, C]."""
         y = F.gelu(grouped_matmul(x, self.up, sizes) + spread(self.up_bias, sizes, len(x)), approximate=self.approximate)
-        return grouped_matmul(y, self.down, sizes) + spread(self.down_bias, sizes, len(x))
+        bias = self.down_bias if self.adds_whole else self.down_bias * 0.0  # with a gradient, of zeros
+        return grouped_matmul(y, self.down, sizes) + spread(bias, sizes, len(x))
 
 
 class SwiGluExperts(Experts):
     """down(silu(gate(x)) * up(x))."""
+
+    partita_inner: ClassVar = {"gate_up": (2, 2), "down": (1, 1)}
 
     def __init__(self, count: int, width: int, inner: int) -> None:
         super().__init__(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from partita_moe.experts import Experts
 from partita_moe.jitter import jittered
 from partita_moe.packing import Packing
 from partita_moe.routing import EXPERT_CHOICE, Choice, Routing, balance_loss, choose, chosen, wide, within_capacity, z_loss
+from partita_moe.spread import Spread, present
 
 Tensor = torch.Tensor
 SEQUENCE, GLOBAL = "sequence", "global"
@@ -46,7 +48,7 @@ class Attach(torch.autograd.Function):
 class ExpertLayer(nn.Module):
     """Sends each token to k of the experts and adds what they answer, by their gates. Subclasses hold the router's weights.
 
-    group: the ranks that share out the experts; without one, all are here. term_weight: of one token in the objective, known in
+    group: the ranks that share out the experts; without one, all are here. spread: the ranks that share each expert's matrices, likewise. term_weight: of one token in the objective, known in
     backward. In training, tokens that an expert has no room for get nothing from it.
     """
 
@@ -59,6 +61,7 @@ class ExpertLayer(nn.Module):
         # share of each expert in the update before
         self.register_buffer("load", torch.full((routing.experts,), 1.0 / routing.experts) if routing.balance == GLOBAL else None)
         self.group: Group | None = None
+        self.spread: Spread | None = None
         self.pieces: Group | None = None  # ranks that hold the other tokens of the same sequences
         self.block = 0  # the number of the block that it lies in, which tells its random numbers from those of others
         self.noise: Noise | None = None  # see `bring_noise`
@@ -98,8 +101,8 @@ class ExpertLayer(nn.Module):
         if not flat.is_meta:
             flat = self._attach(flat, logits, choice, order, sequences=x.shape[0])
             if self.routing.capacity is not None and self.training:  # else the counts are what they are
-                order = self._kept(choice)
-        routed, beside = self._routed(flat, choice.gates, order)
+                choice, order = self._kept(choice)
+        routed, beside = self._routed(flat, choice, order)
         return self.joined(flat, routed, beside).view_as(x)
 
     def _chosen(self, logits: Tensor, sequences: int) -> tuple[Choice, Order]:
@@ -146,24 +149,28 @@ class ExpertLayer(nn.Module):
         figures = torch.cat([order.sizes.double(), sums.double()])
         self.figures = figures if self.figures is None else self.figures + figures
 
-    def _kept(self, choice: Choice) -> Order:
-        """The order of those choices that an expert has room for."""
+    def _kept(self, choice: Choice) -> tuple[Choice, Order]:
+        """Those choices that an expert has room for, and their order."""
         kept = within_capacity(choice, self.routing)
-        order = expert_order(choice.experts.masked_fill(~kept, -1), self.routing.experts)
-        count = int(order.sizes.sum())
+        choice = replace(choice, experts=choice.experts.masked_fill(~kept, -1))
+        order = present(expert_order(choice.experts, self.routing.experts))
         if self.figures is not None and self.counting():
-            self.figures[self.routing.experts] += kept.numel() - count
+            self.figures[self.routing.experts] += kept.numel() - len(order.slots)
             self.figures[self.routing.experts + 1] += (~kept).all(1).sum()
-        return order._replace(slots=order.slots[:count])
+        return choice, order
 
-    def _routed(self, flat: Tensor, gates: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
+    def _routed(self, flat: Tensor, choice: Choice, order: Order) -> tuple[Tensor, Tensor | None]:
         """What the experts answer, summed by gates, and what the companion does, which is computed while rows are on their way."""
-        rows = permute(flat, order)
+        tokens, gates, spread = flat, choice.gates, self.spread
+        if spread is not None:
+            tokens, gates, order = spread.enter(flat, choice, order, self.training and self.routing.capacity is not None)
+        rows = permute(tokens, order)
         if self.group is None or self.group.size == 1:
             answers, beside = self.experts(rows, order.sizes), self.companion(flat)
         else:
             answers, beside = self._sent(flat, rows, order.sizes, self.group)
-        return unpermute(answers, order, gates), beside
+        routed = unpermute(answers, order, gates)
+        return routed if spread is None else spread.leave(routed), beside
 
     def _sent(self, flat: Tensor, rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
         """What experts elsewhere make of rows that lie by expert, and the companion of all tokens."""

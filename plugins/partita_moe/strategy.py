@@ -10,7 +10,7 @@ from partita.plan.plan import EXPERT_AXES, Plan
 from partita.plan.problems import Problem
 from partita.plugin.markers import hookimpl
 from partita.plugin.types import ConfigContribution, Cost, Transform
-from partita_moe.checks import OFF, looks_ahead, wrong
+from partita_moe.checks import CUT, OFF, WHOLE, looks_ahead, wrong
 from partita_moe.config import MoeConfig
 from partita_moe.routings import TAKEN
 
@@ -64,6 +64,8 @@ def partita_check(plan: Plan, draft: PlanDraft) -> list[Problem]:
         changed = [k for k in vars(config) if k != "name" and getattr(config, k) != getattr(MoeConfig(), k)]
         problems += [Problem(f"moe.{k}", "is of no use with moe.name=none.", "Choose a routing: moe=mixtral.") for k in changed]
         return problems
+    if config.tensor == CUT and layout.tensor == 1:
+        draft.effect("moe.tensor", CUT, WHOLE, "parallel.tensor is 1")
     experts = next((p.shape[0] for p in draft.model.parameters if p.experts), config.experts)
     if layout.expert > 1 and experts % layout.expert:
         legal = [d for d in range(1, experts + 1) if experts % d == 0]
@@ -83,7 +85,7 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     itemsize = plan.collectives.expert_dispatch.size or {"float32": 4}.get(plan.precision.compute, 2)
     rows = [layer.routing.top_k * layer.router_weight().shape[1] for _, layer in moe_layers(draft.model.module)]
     tokens = plan.schedule.micro_batch * draft.config.data.sequence // layout.context
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and draft.config.moe.tensor == WHOLE:
         tokens //= layout.tensor
     # there and back in forward and in backward, and where forward is computed again; a rank of a pipeline has its share of layers
     times = (6 if plan.activations.default == "full" else 4) * plan.schedule.micro_batches * len(rows) / layout.pipeline

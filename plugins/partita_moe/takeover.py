@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -94,6 +94,7 @@ def routing_of_block(block: Any, moe: Any) -> Routing:
 class TakenExperts(Experts):
     """down(act(gate(x)) * up(x)) with matrices [E, out, in], as transformers stacks them."""
 
+    partita_inner: ClassVar = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
     gate_up_proj: Tensor
     down_proj: Tensor
 

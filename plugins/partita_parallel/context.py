@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from partita.models.common import Attend, MakeMask, attend, document_mask
+from partita.runtime.functional import Gathering
 from partita.runtime.mesh import Group
 from partita.train.view import Batch
-from partita_parallel.functional import Gathering
 from partita_parallel.ring import ring_attention, ring_columns
 from partita_parallel.ulysses import exchanged, to_tokens, ulysses_columns
 

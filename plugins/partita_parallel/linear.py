@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from partita.runtime.functional import Gathering, Scattering, reduce, reduce_scatter
 from partita.runtime.mesh import Group
 from partita.runtime.traffic import sent_among
-from partita_parallel.functional import Gathering, Scattering, reduce, reduce_scatter
 
 Tensor = torch.Tensor
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from partita.runtime.functional import Gathering
 from partita.runtime.mesh import Group
 from partita.runtime.traffic import purpose_of, sent
 from partita_parallel import blocks
-from partita_parallel.functional import Gathering
 
 Tensor = torch.Tensor
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from partita.plan.plan import Layout
-from partita.plan.styles import AXIS, Cut, Style, cut_of, model_styles, styled_modules, transposed
+from partita.plan.styles import AXIS, TERMS, Cut, Style, cut_of, model_styles, styled_modules, transposed
+from partita.runtime.functional import all_reduce, copy, gather, gather_last, part, reduce, reduce_scatter
 from partita.runtime.mesh import Group
 from partita.state.parts import Part, declare, declared
 from partita.train.loss import token_cross_entropy
 from partita.train.view import Loss
 from partita_kernels import vocab_parallel_cross_entropy
-from partita_parallel.functional import all_reduce, copy, gather, gather_last, part, reduce, reduce_scatter
 from partita_parallel.linear import column_linear, row_linear
 
 Tensor = torch.Tensor
@@ -76,7 +76,7 @@ def cut_model(model: nn.Module, layout: Layout, group: Group) -> Shared:
     sharer = _Sharer(model, group)
     for module, style, cuts in styled:
         forward = FORWARDS[style.name](module, style, cuts, shared) if "weight" in cuts else module.forward
-        sharer.share(module, cuts, terms=layout.sequence_parallel or style.name == "partial")
+        sharer.share(module, cuts, terms=layout.sequence_parallel or style.name in TERMS)
         module.forward = forward  # type: ignore[method-assign]
         _tell_sizes(module)
     if layout.sequence_parallel:
@@ -271,6 +271,7 @@ FORWARDS: dict[str, Callable[[nn.Module, Style, dict[str, Cut | None], Shared], 
     "embedding": _embedding,
     "position": _position,
     "partial": _unchanged,
+    "inner": _unchanged,
     "replicate": _unchanged,
 }
 

@@ -17,14 +17,20 @@ sys.path[:0] = [str(TESTS / "parallel"), str(TESTS / "distributed")]
 from layouts import spec_of
 from pool import run_ranks
 
+from partita.models.common import Mlp
 from partita.models.llama import SwiGlu
 from partita.plan.plan import Layout, Plan
+from partita.runtime.functional import part
 from partita.runtime.mesh import Mesh
+from partita.state.parts import Part, declared
+from partita.train.view import View
 from partita_moe.change import _layer, share_experts
 from partita_moe.layer import MoeLayer
 from partita_moe.routing import EXPERT_CHOICE, SOFTMAX_CHOSEN, Routing
+from partita_parallel.tensor import cut_model
 
 F64 = torch.float64
+CUTS = (("experts", "inner"), ("dense.gate_up", "packed:14,14"), ("dense.up", "colwise"), ("dense.down", "rowwise"))
 
 
 def train(folder: Path, *overrides: str, steps: int = 8, save: bool = False) -> list[dict[str, Any]]:
@@ -64,10 +70,11 @@ def column(lines: list[dict[str, Any]], name: str) -> list[Any]:
 # ------------------------------------------------------------------ the layer alone
 
 
-def double_layer(top_k: int, gate: str, shared: int) -> MoeLayer:
+def double_layer(top_k: int, gate: str, shared: int, gelu: bool = False) -> MoeLayer:
     """Four experts with random weights in float64."""
     balance = "none" if gate == EXPERT_CHOICE else "sequence"
-    layer = _layer(SwiGlu(10, 14), Routing(4, top_k, gate, shared=shared, balance=balance, aux_weight=0.0), None)
+    dense = Mlp(10, 14, "tanh") if gelu else SwiGlu(10, 14)
+    layer = _layer(dense, Routing(4, top_k, gate, shared=shared, balance=balance, aux_weight=0.0), None)
     generator = torch.Generator().manual_seed(5)
     for p in layer.parameters():
         nn.init.normal_(p, 0.0, 0.3, generator=generator)
@@ -85,17 +92,19 @@ def even_layer(top_k: int, width: int) -> MoeLayer:
     return layer
 
 
-def whole_run(degree: int, rank: int) -> Any:
+def whole_run(layout: Layout, rank: int) -> Any:
     """As much of a run as an expert layer asks for."""
     engine = SimpleNamespace(share=1.0, scaler=SimpleNamespace(value=1.0), recomputing=False)
-    layout = Layout(shard=degree, expert=degree)
-    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=Plan(layout=layout), engine=engine)
+    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=Plan(layout=layout), engine=engine, view=View())
 
 
-def compare_layer(rank: int, world: int, kind: tuple[int, str, int], lengths: list[int]) -> dict[str, float]:
+def compare_layer(
+    rank: int, world: int, kind: tuple[Any, ...], lengths: list[int], tensor: int = 1, sequence: bool = False
+) -> dict[str, float]:
     """Largest differences of a layer whose experts are shared out from the same one on one rank, which sees all tokens.
 
-    kind: arguments of `double_layer`. lengths: tokens of each rank (one sequence each); some may have none.
+    kind: arguments of `double_layer`. lengths: tokens of each data rank (one sequence each); some may have none. tensor: ranks that cut each
+    expert, with all tokens of a data rank or, by `sequence`, an equal part of them.
     """
     torch.set_num_threads(1)
     alone, shared = double_layer(*kind), double_layer(*kind)
@@ -104,24 +113,30 @@ def compare_layer(rank: int, world: int, kind: tuple[int, str, int], lengths: li
     tokens = [torch.randn(1, n, width, dtype=F64, generator=generator) for n in lengths]
     seeds = [torch.randn(1, n, width, dtype=F64, generator=generator) for n in lengths]
     every = [t.clone().requires_grad_() for t in tokens]
-    want = [alone(t) for t in every if t.numel()]
-    torch.autograd.backward(want, [s for s in seeds if s.numel()])
-    share_experts(shared, whole_run(world, rank))
-    mine = tokens[rank].clone().requires_grad_()
-    got = shared(mine)
-    got.backward(seeds[rank])
-    out = {"gradient of tokens": _apart(mine.grad, every[rank].grad if every[rank].grad is not None else mine.grad)}
-    if lengths[rank]:
-        out["output"] = _apart(got, want[sum(n > 0 for n in lengths[:rank])])
+    want = [alone(t) for t in every]
+    torch.autograd.backward(want, seeds)
+    ranks = world // tensor
+    run = whole_run(Layout(shard=ranks, tensor=tensor, expert=ranks, sequence_parallel=sequence, styles=CUTS), rank)
+    place, group = run.mesh.coordinates["shard"], run.mesh.group(("tensor",))
+    if tensor > 1:
+        cut_model(shared, run.plan.layout, group)
+    share_experts(shared, run)
+    mine = (lambda x: part(x, group, 1)) if sequence else (lambda x: x)
+    here = mine(tokens[place]).clone().requires_grad_()
+    got = shared(here)
+    got.backward(mine(seeds[place]))
+    out = {
+        "output": _apart(got, mine(want[place])),
+        "gradient of tokens": _apart(here.grad, mine(every[place].grad)),
+    }
     for (name, ours), true in zip(shared.named_parameters(), alone.parameters(), strict=True):
-        grad = ours.grad
+        grad, cut = ours.grad, declared(shared.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
         assert grad is not None and true.grad is not None, name
-        if name.startswith("experts."):
-            per = true.shape[0] // world
-            out[name] = _apart(grad, true.grad[rank * per : (rank + 1) * per])
-        else:
-            dist.all_reduce(grad)
-            out[name] = _apart(grad, true.grad)
+        cut = cut or Part(tuple(true.shape))
+        summed = tuple(a for a in ("shard", *cut.partial) if a not in cut.axes)
+        if run.mesh.group(summed).size > 1:
+            dist.all_reduce(grad, group=run.mesh.group(summed).process_group)
+        out[name] = _apart(grad, cut.take(true.grad))
     return out
 
 
@@ -141,7 +156,7 @@ def bytes_on_the_wire(rank: int, world: int, top_k: int, width: int, tokens: int
         return real(out, x, received, splits, **more)
 
     layer = even_layer(top_k, width)
-    share_experts(layer, whole_run(world, rank))
+    share_experts(layer, whole_run(Layout(shard=world, expert=world), rank))
     experts = layer.routing.experts
     x = torch.eye(experts, layer.router_weight().shape[1])[torch.arange(tokens) % experts].unsqueeze(0).requires_grad_()
     dist.all_to_all_single = counting

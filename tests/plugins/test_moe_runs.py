@@ -49,6 +49,18 @@ def test_shared_out_experts_are_the_layer_of_one_rank(ranks: int) -> None:
             assert max(differences.values()) < 1e-12, differences
 
 
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (3, 3), (4, 2)])
+def test_cut_experts_are_the_layer_of_one_rank(ranks: int, tensor: int) -> None:
+    """Outputs and all gradients in float64, with inner widths that don't divide, with ranks that have no tokens, alike ones and parts."""
+    lengths = [2 * tensor, 0][: ranks // tensor]
+    for kind in ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0, True), (4, SOFTMAX_CHOSEN, 1, True)):
+        for sequence in (False, True):
+            for differences in run_ranks(ranks, compare_layer, kind, lengths, tensor, sequence):
+                assert max(differences.values()) < 1e-12, (kind, sequence, differences)
+    for differences in run_ranks(ranks, compare_layer, (2, EXPERT_CHOICE, 0), lengths, tensor):
+        assert max(differences.values()) < 1e-12, differences
+
+
 @pytest.mark.parametrize(("ranks", "top_k"), [(2, 1), (2, 3), (4, 2)])
 def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int, top_k: int) -> None:
     tokens, width = 40, 12

@@ -30,7 +30,31 @@ def parts_of(draw: st.DrawFn) -> list[Part]:
     return out
 
 
-@given(parts_of())
+@st.composite
+def twice_cut(draw: st.DrawFn) -> list[Part]:
+    """All parts of a tensor that two axes cut along two dimensions, the second cut block by block."""
+    shape = (
+        draw(st.integers(1, 5)),
+        *draw(st.lists(st.integers(1, 4), max_size=1)),
+        2 * draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
+    (rows, outer), (columns, inner) = ((draw(st.integers(0, n - 1)), draw(st.integers(1, 3))) for n in (len(shape), len(shape)))
+    if rows == columns:
+        columns = (columns + 1) % len(shape)
+    half = shape[columns] // 2
+    out = []
+    for i in range(outer):
+        for j in range(inner):
+            lo, hi = half * j // inner, half * (j + 1) // inner
+            rest = shape[columns] - half
+            blocks = ((lo, hi), (half + rest * j // inner, half + rest * (j + 1) // inner))
+            first = ((shape[rows] * i // outer, shape[rows] * (i + 1) // outer),)
+            out.append(Part(shape).cut(columns, blocks, ("tensor",)).cut(rows, first, ("shard",)))
+    return out
+
+
+@given(st.one_of(parts_of(), twice_cut()))
 def test_parts_are_disjoint_and_make_the_whole(parts: list[Part]) -> None:
     whole = torch.arange(math.prod(parts[0].shape)).view(parts[0].shape)
     back = torch.full_like(whole, -1)
@@ -41,7 +65,7 @@ def test_parts_are_disjoint_and_make_the_whole(parts: list[Part]) -> None:
     assert sum(math.prod(p.local) for p in parts) == whole.numel() and torch.equal(back, whole)
 
 
-@given(parts_of(), st.floats(0, 1), st.floats(0, 1))
+@given(st.one_of(parts_of(), twice_cut()), st.floats(0, 1), st.floats(0, 1))
 def test_runs_are_the_elements_of_a_flat_range(parts: list[Part], a: float, b: float) -> None:
     whole = torch.arange(math.prod(parts[0].shape)).view(parts[0].shape)
     for part in parts:

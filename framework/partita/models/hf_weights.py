@@ -13,7 +13,7 @@ from torch import nn
 
 from partita.errors import ConfigError, PartitaError, did_you_mean
 from partita.models.hf_experts import Places, expert_places, old_names, read_experts
-from partita.state.parts import Part
+from partita.state.parts import Part, Range, select
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 RENEW = 4 << 20  # bytes that are read from open files until they are opened anew
@@ -130,17 +130,18 @@ class StoredWeights:
 
     def part(self, name: str, part: Part) -> torch.Tensor | None:
         """A part of a parameter, of which no more is read; None where only the whole one can be had."""
-        if not self._converted and part.dim == 0 and name in self._experts:
-            wanted = [e for lo, hi in part.ranges for e in self._experts[name][lo:hi]]
-            return read_experts(wanted, lambda place: self._handle(place).get_tensor(place)) if wanted else None
+        (dim, ranges), *rest = part.cuts
+        if not self._converted and dim == 0 and name in self._experts:
+            wanted = [e for lo, hi in ranges for e in self._experts[name][lo:hi]]
+            return _taken(read_experts(wanted, lambda place: self._handle(place).get_tensor(place)), rest) if wanted else None
         place = None if self._converted else self._places[name]
         if place is None:
             return None
         stored = self._handle(place).get_slice(place)
         if tuple(stored.get_shape()) != part.shape:
             return None  # the whole one is read and refused
-        pieces = [stored[(*(slice(None),) * part.dim, slice(lo, hi))] for lo, hi in part.ranges]
-        return self._noted(pieces[0] if len(pieces) == 1 else torch.cat(pieces, part.dim))
+        pieces = [stored[(*(slice(None),) * dim, slice(lo, hi))] for lo, hi in ranges]
+        return self._noted(_taken(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim), rest))
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """A buffer, in the dtype of the file; None where the folder has none of that name."""
@@ -223,6 +224,13 @@ class StoredWeights:
                 self._check(sorted(info["missing_keys"]) or [str(key) for key in info["mismatched_keys"]])
             self._whole = dict(model.named_parameters()) | dict(model.named_buffers())
         return {name: p.detach() for name, p in self._whole.items()}
+
+
+def _taken(x: torch.Tensor, cuts: list[tuple[int, tuple[Range, ...]]]) -> torch.Tensor:
+    """What cuts along further dimensions leave."""
+    for dim, ranges in cuts:
+        x = select(x, dim, ranges)
+    return x
 
 
 def has_weights(folder: Path) -> bool:

@@ -26,16 +26,16 @@ def stage_units(model: ModelSpec, layout: Layout) -> list[list[str]]:
     return [[u.name for u in model.units[lo:hi]] for lo, hi in pairwise(cuts)]
 
 
-def expert_part(shape: tuple[int, ...], rank: int, ranks: int, partial: tuple[str, ...] = ()) -> Part:
-    """The experts of one rank of the expert axis out of a tensor [experts, ...]. The axis folds over `shard`."""
-    experts = shape[0]
-    return Part(shape, 0, ((experts * rank // ranks, experts * (rank + 1) // ranks),), EXPERT_AXES, partial)
+def expert_part(part: Part, rank: int, ranks: int) -> Part:
+    """The experts of one rank of the expert axis out of a part of a tensor [experts, ...]. The axis folds over `shard`."""
+    experts = part.shape[0]
+    return part.cut(0, ((experts * rank // ranks, experts * (rank + 1) // ranks),), EXPERT_AXES)
 
 
 def _share(p: ParameterSpec, layout: Layout) -> ParameterSpec:
     if layout.expert == 1 or not p.experts:
         return p
-    part = expert_part(p.shape, layout.expert - 1, layout.expert, p.part.partial if p.part else ())  # the last has most
+    part = expert_part(p.part or Part(p.shape), layout.expert - 1, layout.expert)  # the last has most
     return replace(p, shape=part.local, part=part)
 
 

@@ -9,6 +9,9 @@
     rowwise_split_input     like rowwise, from inputs that every rank has whole
     position                a whole table, whose output is cut like the activations where those are cut by tokens
     partial                 whole weights, of whose gradient each rank computes a term (norms on a rank's own heads)
+    inner                   layers stacked in one module, cut through their inner channels: outputs of their first matrices, inputs of the
+                            last. The module says where those are (`partita_inner`: parameter -> dimension and number of equal blocks);
+                            what it doesn't name is whole, and each rank computes a term of its gradient
     replicate               whole weights on whole activations: what no style is given to
 
 Small modules that stand beside a matrix (`partita_followers` of the module that holds it: path inside it -> `out` or `in`) are cut as it is:
@@ -40,7 +43,9 @@ if TYPE_CHECKING:
 OUTPUT = ("colwise", "packed", "head", "colwise_gather_output")  # styles that cut outputs
 INPUT = ("rowwise", "rowwise_split_input")
 WHOLE = ("position", "partial", "replicate")
-STYLES = (*OUTPUT, *INPUT, "embedding", *WHOLE)
+INNER = "inner"
+TERMS = ("partial", INNER)  # ranks compute terms of the gradients of what these styles leave whole
+STYLES = (*OUTPUT, *INPUT, "embedding", INNER, *WHOLE)
 AXIS = ("tensor",)
 _STYLE = re.compile(r"(?P<name>[a-z_]+)(:(?P<blocks>\d+(,\d+)*))?(/(?P<grain>\d+))?\Z")
 
@@ -133,6 +138,9 @@ def cut_of(module: nn.Module, attribute: str, style: Style, spread: bool = False
     """How a style cuts one parameter of a module; None: not at all."""
     parameter = module._parameters[attribute]
     assert parameter is not None
+    if style.name == INNER:
+        dim, blocks = getattr(module, "partita_inner", {}).get(attribute, (0, 0))
+        return Cut(dim, (parameter.shape[dim] // blocks,) * blocks) if blocks else None
     if style.name in WHOLE or (style.name in INPUT and parameter.ndim < 2):
         return None
     last = transposed(module) and parameter.ndim == 2
@@ -171,7 +179,7 @@ def _local(p: ParameterSpec, found: Found, layout: Layout) -> ParameterSpec:
     if cut is not None:
         part = cut.part(p.shape, layout.tensor - 1, layout.tensor)
     else:
-        partial = layout.sequence_parallel or any(style == "partial" for style, _ in known)
+        partial = layout.sequence_parallel or any(style in TERMS for style, _ in known)
         part = Part(p.shape, partial=AXIS if partial else ())
     return replace(p, shape=part.local, part=part)
 
@@ -191,6 +199,8 @@ def style_problems(module: nn.Module, layout: Layout, asked: Mapping[str, str]) 
         remedy = 'Set parallel.tensor=1, or give each matrix a style: parallel.styles=["layers.*.up=colwise", ...].'
         return [*problems, Problem("parallel.tensor", reason, remedy)]
     for path, child, style in styled:
+        if (style.name == INNER) != hasattr(child, "partita_inner") and style.name not in WHOLE:
+            return [*problems, _wrong_kind(path, child, style)]
         for attribute, parameter in child._parameters.items():
             cut = cut_of(child, attribute, style, layout.spread_kv) if parameter is not None else None
             if cut is not None and parameter is not None:
@@ -211,6 +221,14 @@ def _unknown(pattern: str, text: str) -> Problem:
 def _unused(module: nn.Module, pattern: str) -> Problem:
     paths = [path for path, m in module.named_modules() if any(p is not None for p in m._parameters.values())]
     return Problem("parallel.styles", f"no module with weights fits {pattern!r}.", did_you_mean(pattern, paths))
+
+
+def _wrong_kind(path: str, module: nn.Module, style: Style) -> Problem:
+    stacks = hasattr(module, "partita_inner")
+    reason = (
+        f"{path!r} has style {style.name!r}, and {type(module).__name__} is {'a stack of' if stacks else 'no stack of'} layers."
+    )
+    return Problem("parallel.styles", reason, f"Use {'inner, or replicate' if stacks else 'colwise, rowwise or another style'}.")
 
 
 def _wrong_blocks(path: str, style: Style, size: int) -> Problem:
