@@ -20,6 +20,7 @@ sys.path[:0] = [
 
 import commands
 import layouts
+from against_dense import compare
 from moe_ranks import bytes_on_the_wire, column, compare_layer, train
 from pool import run_ranks
 from small_models import make_config
@@ -35,6 +36,7 @@ from partita_moe.routing import EXPERT_CHOICE, SIGMOID, SOFTMAX_CHOSEN
 from partita_moe.upcycle import Upcycled
 
 SGD = ("moe.experts=4", "optimizer=sgd", "optimizer.lr=0.3", "train.grad_clip=0")
+CUT = ("parallel.tensor=2", "moe.tensor=cut")
 LONG = pytest.mark.skipif("PARTITA_LONG_TESTS" not in os.environ, reason="the whole product: PARTITA_LONG_TESTS=1 runs it")
 
 
@@ -100,6 +102,7 @@ def assert_same(got: list[dict[str, Any]], want: list[dict[str, Any]], bound: fl
         ("deepseek train.grad_clip=0.2", ("parallel.data=4", "parallel.expert=4", "zero.stage=2", "recompute=full")),
         ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=1", "parallel.tensor=2")),
         ("deepseek", ("parallel.data=4", "parallel.expert=1", "zero.stage=3")),
+        ("mixtral", ("parallel.data=2", "parallel.expert=2", "zero.stage=3", *CUT, "parallel.sequence_parallel=true")),
         ("deepseek", ("parallel.data=2", "parallel.expert=2", "zero.stage=3", "parallel.pipeline=2", "offload=host")),
     ],
     ids=str,
@@ -194,6 +197,23 @@ def test_the_whole_product(reference: Any, tmp_path: Path, ranks: int, overrides
     assert_same(train(tmp_path, *parallel, *overrides, "moe=deepseek", *SGD, steps=4), reference("deepseek")[1][:4])
 
 
+CUTS = [
+    (f"zero.stage={zero}", *(axis for axis in axes if axis))
+    for zero, axes in itertools.product(
+        range(4), itertools.product(("", "parallel.sequence_parallel=true"), ("", "parallel.pipeline=2"), ("", "recompute=full"))
+    )
+]
+
+
+@LONG
+@pytest.mark.parametrize("overrides", CUTS, ids=str)
+@pytest.mark.parametrize("expert", [1, 2])
+def test_the_whole_product_of_cut_experts(reference: Any, tmp_path: Path, expert: int, overrides: tuple[str, ...]) -> None:
+    """Experts that the tensor axis cuts, whole on each data rank or shared out, with every stage, sequence parallelism, pipeline and recompute."""
+    parallel = ("parallel.data=2", f"parallel.expert={expert}", *CUT)
+    assert_same(train(tmp_path, *parallel, *overrides, "moe=deepseek", *SGD, steps=4), reference("deepseek")[1][:4])
+
+
 def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -> None:
     """Experts and the balancing bias come out of a checkpoint of one rank and go on on four; weights alone, too."""
     folder, want = reference("deepseek")
@@ -201,6 +221,36 @@ def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -
     resume = f"train.resume={folder}/checkpoints/step-00000006"
     assert_same(train(tmp_path / "all", *four, resume, steps=4), want[6:])
     assert_same(train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=1), want[6:7])
+
+
+def test_cut_experts_are_those_of_the_dense_model(tmp_path: Path) -> None:
+    """Logits as for generation, the norm, and the gradient of each parameter put together of the parts that lie on four ranks."""
+    both = (
+        "parallel.data=2",
+        "parallel.expert=2",
+        "zero.stage=3",
+        *CUT,
+        "parallel.sequence_parallel=true",
+        "moe.ffn=13",
+        "model.vocab=301",
+        "model.dropout=0",
+    )
+    for model in ("gpt", "llama"):
+        spec = layouts.spec_of(tmp_path / model, *both, f"model={model}", "moe=deepseek", "moe.balance=none", *SGD)
+        assert run_ranks(4, compare, spec) == [[]] * 4
+
+
+def test_cut_experts_go_on_in_other_layouts(reference: Any, tmp_path: Path) -> None:
+    """Out of a checkpoint of one rank, on four that cut experts twice, and out of theirs on one again."""
+    folder, want = reference("deepseek")
+    cut, model = ("parallel.data=2", "parallel.expert=2", "zero.stage=2", *CUT), ("moe=deepseek", *SGD)
+    resume = "train.resume={}/checkpoints/step-0000000{}"
+    assert_same(train(tmp_path / "cut", *cut, *model, resume.format(folder, 6), steps=1, save=True), want[6:7])
+    train(tmp_path / "one", "parallel.data=1", *model, resume.format(folder, 6), steps=1, save=True)
+    one = read_weights(tmp_path / "one")
+    for name, weight in read_weights(tmp_path / "cut").items():
+        torch.testing.assert_close(weight, one[name], rtol=1e-5, atol=1e-6)
+    assert_same(train(tmp_path / "back", "parallel.data=1", *model, resume.format(tmp_path / "cut", 7), steps=3), want[7:])
 
 
 def test_experts_begin_as_the_dense_layer(tmp_path: Path) -> None:
@@ -263,5 +313,5 @@ def test_experts_of_a_transformers_model_train_as_there(tmp_path: Path) -> None:
     model = ("model=hf", "model.dropout=0", *(f"+model.options.{k}={v}" for k, v in options.items()), *SGD[1:])
     want = train(tmp_path / "theirs", "parallel.data=1", *model, steps=4)
     ours = ("moe=hf", "moe.balance=none", "parallel.expert=2", "zero.stage=3", *model)
-    for layout in (("parallel.data=4",), ("parallel.data=2", "parallel.tensor=2")):
+    for layout in (("parallel.data=4",), ("parallel.data=2", "parallel.tensor=2"), ("parallel.data=2", *CUT)):
         assert_same(train(tmp_path / str(len(layout)), *layout, *ours, steps=4), want)
