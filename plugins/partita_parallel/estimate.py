@@ -20,8 +20,8 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
     times = blocks * schedule.micro_batches
     costs = []
     if layout.tensor > 1:
-        # two sums forward, two backward (Shoeybi et al. 2019, section 3); two more where forward is computed again
-        sums = 4 + 2 * (plan.activations.default in ("full", "operators"))
+        # each matrix with cut inputs has a sum forward and one backward (Shoeybi et al. 2019, section 3), and one where forward runs again
+        sums = _sums(draft, plan) * (2 + (plan.activations.default in ("full", "operators")))
         costs.append(
             message(
                 draft.cluster,
@@ -64,3 +64,18 @@ def partita_estimate(plan: Plan, draft: PlanDraft) -> list[Cost]:
             )
         )
     return costs
+
+
+def _sums(draft: PlanDraft, plan: Plan) -> float:
+    """Matrices of a block, on average, whose ranks' terms of the output are summed: of attention and of the feed-forward layer, as a rule."""
+    styles, blocks = plan.layout.styles, draft.model.blocks
+    key = ("sums over tensor", styles)
+    if key not in draft.cache:
+        from partita.plan.styles import CLOSING, styled_modules  # torch is imported only where a plan is made
+
+        module = draft.model.module
+        inside = tuple(f"{b}." for b in blocks)
+        found = styled_modules(module, styles) if module is not None and styles else ()
+        summed = sum(style.name in CLOSING and path.startswith(inside) for path, _, style in found)
+        draft.cache[key] = summed / len(blocks) if summed else 2.0
+    return float(draft.cache[key])

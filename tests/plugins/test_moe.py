@@ -383,6 +383,44 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
     assert (two.plan.layout.expert, two.plan.layout.shard, two.plan.layout.replicate) == (2, 2, 2)
 
 
+def test_a_tensor_axis_cuts_experts_where_it_is_asked_to(plan_of) -> None:
+    """Less memory of weights and of what lies between their matrices; nothing changes where there is no such axis."""
+    model = {"launch__ranks": 4, "model__name": "llama", "moe__name": "deepseek", "parallel__expert": 2, "moe__ffn": 100}
+    whole, cut = (plan_of(**model, parallel__tensor=2, moe__tensor=how) for how in ("whole", "cut"))
+    assert not whole.problems and not cut.problems
+    layers, width = whole.config.model.layers, whole.config.model.width
+    experts = layers * (8 // 2 + 1) * 3 * width * 100  # four routed ones and the one that all tokens see
+    for category in ("parameters", "gradients"):
+        bytes_ = [sum(c.bytes for c in p.costs if c.category == category) for p in (whole, cut)]
+        assert bytes_[0] - bytes_[1] == pytest.approx(experts // 2 * 4, rel=0.01)
+    kept = [sum(c.bytes for c in p.costs if c.what == "kept for backward") for p in (whole, cut)]
+    rows = whole.plan.schedule.micro_batch * whole.config.data.sequence * 2
+    assert kept[0] - kept[1] == layers * rows * 3 * 100 // 2 * 4  # gate, up and their product
+    alone = plan_of(**model, moe__tensor="cut")
+    assert not alone.problems
+    assert [line.got for line in alone.draft.lines if line.key == "moe.tensor"] == ["whole"]
+
+
+def test_the_planner_finds_layouts_for_cut_experts(plan_of) -> None:
+    found = plan_of(
+        cluster__device="h100",
+        cluster__nodes=1,
+        cluster__devices_per_node=8,
+        model__name="llama",
+        model__width=4096,
+        model__layers=4,
+        model__heads=32,
+        moe__name="mixtral",
+        moe__tensor="cut",
+        parallel__tensor="auto",
+        parallel__expert="auto",
+        parallel__others="auto",
+        parallel__sequence_parallel="auto",
+    )
+    assert not found.problems and found.choice is not None
+    assert found.plan.layout.world == 8
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "words"),
     [
@@ -402,6 +440,18 @@ def test_experts_share_the_data_ranks(plan_of) -> None:
         ({"moe__name": "mixtral", "moe__jitter": 1.0}, "moe.jitter", "no width"),
         ({"moe__jitter": 0.1}, "moe.jitter", "of no use"),
         ({"moe__experts": 4}, "moe.experts", "of no use"),
+        ({"moe__tensor": "cut"}, "moe.tensor", "of no use"),
+        ({"moe__name": "mixtral", "moe__tensor": "half"}, "moe.tensor", "whether experts are cut"),
+        (
+            {"moe__name": "mixtral", "moe__tensor": "cut", "moe__ffn": 1, "parallel__tensor": 2},
+            "parallel.tensor",
+            "1 to share among 2",
+        ),
+        (
+            {"model__name": "llama", "moe__name": "mixtral", "parallel__tensor": 2, "parallel__styles": ["*.experts=colwise"]},
+            "parallel.styles",
+            "is a stack of layers",
+        ),
     ],
 )
 def test_refused(plan_of, overrides, key, words) -> None:

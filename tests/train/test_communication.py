@@ -11,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "parallel"), str(TESTS / "distributed")]
 
+import layouts
 from layouts import spec_of
 from pool import run_ranks
 
@@ -19,6 +20,7 @@ from partita_moe.layer import FIGURES
 WIDTH, TOKENS, LAYERS, VOCABULARY = 32, 8 * 16, 2, 256  # tokens of an update
 LOGGED = ("train.communication_log=true", "model.dropout=0", "launch.ranks=2")
 EXPERTS = (*LOGGED, "moe=mixtral", "parallel.data=2", "parallel.expert=2", "moe.experts=4", "moe.top_k=4", "train.micro_batch=2")
+SPREAD = (*LOGGED, "moe=mixtral", "parallel.data=1", "parallel.tensor=2", "moe.experts=4", "moe.top_k=3", "train.micro_batch=2")
 STAGES = (*LOGGED, "parallel.pipeline=2", "train.micro_batch=2", "model.tie_embeddings=true")
 
 
@@ -45,9 +47,9 @@ def tallies(rank: int, world: int, specs: list[Any]) -> list[dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, dict[str, float]]]]:
-    """By rank and run: experts, experts in int8, stages."""
+    """By rank and run: experts, experts in int8, whole experts beside a tensor axis and cut ones, stages."""
     folder = tmp_path_factory.mktemp("logs")
-    runs = (EXPERTS, (*EXPERTS, "compression.expert_dispatch=int8"), STAGES)
+    runs = (EXPERTS, (*EXPERTS, "compression.expert_dispatch=int8"), SPREAD, (*SPREAD, "moe.tensor=cut"), STAGES)
     return run_ranks(2, tallies, [spec_of(folder / str(i), *overrides) for i, overrides in enumerate(runs)], timeout=120)
 
 
@@ -66,6 +68,16 @@ def test_rows_of_experts(logs: Any) -> None:
             assert tally["calls"] == LAYERS * micro_batches * (4 + 1)
             assert_times(log, "expert_dispatch")
             assert log["expert_load"]["bytes"] == LAYERS * (4 + len(FIGURES)) * 8
+
+
+def test_sums_of_cut_experts(logs: Any) -> None:
+    """On top of what whole experts need: answers forward and gradients of tokens backward, as large as tokens, and gradients of gates."""
+    for rank in logs:
+        whole, cut = (log["tensor"]["bytes"] for log in rank[2:4])
+        assert cut - whole == LAYERS * TOKENS * (2 * WIDTH + 3) * 4
+    told = [layouts.planned(*SPREAD, *more)[0] for more in ((), ("moe.tensor=cut",))]
+    whole, cut = (sum(c.bytes for c in planned.costs if c.what == "activations over tensor") for planned in told)
+    assert cut - whole == LAYERS * TOKENS * 2 * WIDTH * 4
 
 
 def test_activations_and_gradients_between_stages(logs: Any) -> None:

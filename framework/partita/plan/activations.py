@@ -26,7 +26,8 @@ class UnitActivations:
     matched: the part of kept that lies in modules which are recomputed selectively. matched_input: what has to be kept to recompute
     those. largest: the largest tensor of kept, which in backward has a gradient as large. outputs: of operators whose outputs are kept by
     name; outputs_stream: the part of it in tensors as large as the unit's input; reused: the part of kept that is those outputs.
-    tail: of the root, the part of kept that is saved after the first block has begun.
+    tail: of the root, the part of kept that is saved after the first block has begun. rows, inner: the parts of kept that go into and come
+    out of stacked layers (`partita_inner`), and that lie between their matrices; stacked: the part of both that is in matched.
     """
 
     kept: int = 0
@@ -39,6 +40,9 @@ class UnitActivations:
     outputs_stream: int = 0
     reused: int = 0
     tail: int = 0
+    rows: int = 0
+    inner: int = 0
+    stacked: int = 0
 
 
 @dataclass
@@ -217,6 +221,8 @@ class _Recorder:
         self._place: list[str] = [root]
         self._root, self._begun = root, False
         self._inside_match = 0
+        self._inside_stack = False
+        self._rows: set[int] = set()  # storages of what goes into and comes out of stacked layers
         self._alive: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
         self._storages = {t.untyped_storage()._cdata for t in self._alive}
         self._outputs: set[int] = set()
@@ -227,6 +233,9 @@ class _Recorder:
             if name in self._names or name in self._matched:
                 self._handles.append(m.register_forward_pre_hook(self._enter(name), with_kwargs=True))
                 self._handles.append(m.register_forward_hook(self._leave(name), always_call=True))
+            if hasattr(m, "partita_inner"):
+                self._handles.append(m.register_forward_pre_hook(self._into_stack))
+                self._handles.append(m.register_forward_hook(self._out_of_stack, always_call=True))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
         self._hooks.__enter__()
         self._grad = torch.enable_grad()
@@ -261,6 +270,15 @@ class _Recorder:
 
         return hook
 
+    def _into_stack(self, _: nn.Module, args: Any) -> None:
+        self._inside_stack = True
+        self._rows |= {t.untyped_storage()._cdata for t in tensors_in(args)}
+
+    def _out_of_stack(self, _: nn.Module, args: Any, output: Any) -> None:
+        self._inside_stack = False
+        self._rows |= {t.untyped_storage()._cdata for t in tensors_in(output)}
+        self._alive += [t.detach() for t in tensors_in((args, output))]
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()._cdata
         if storage not in self._storages:
@@ -269,7 +287,12 @@ class _Recorder:
             size = self._storage_bytes(tensor)
             unit = self.units[self._place[-1]]
             unit.kept += size
-            unit.stream += size if size == unit.input else 0
+            if storage in self._rows or self._inside_stack:
+                unit.rows += size if storage in self._rows else 0
+                unit.inner += 0 if storage in self._rows else size
+                unit.stacked += size if self._inside_match else 0
+            else:
+                unit.stream += size if size == unit.input else 0
             unit.matched += size if self._inside_match else 0
             unit.largest = max(unit.largest, size)
             unit.reused += size if storage in self._outputs else 0

@@ -11,6 +11,7 @@ from partita.plan.model_spec import ModelSpec
 from partita.plan.plan import Plan
 from partita.plan.schedules import in_flight
 from partita.plan.stages import stage_units
+from partita.plan.styles import INNER
 from partita.state.layout import dtype_of, size_of
 
 AWAY = "kept for backward, in its tier"
@@ -89,9 +90,7 @@ def _sizes(found: Trace, plan: Plan) -> dict[str, _Size]:
         kind = (*vars(unit).values(), decided.get(name))
         if kind not in known:
             tensor = plan.layout.tensor
-            known[kind] = _Size(
-                kept_bytes(found.units, plan, name), _again(found.units, plan, name) // tensor, unit.largest // tensor
-            )
+            known[kind] = _Size(kept_bytes(found.units, plan, name), _again(found.units, plan, name), unit.largest // tensor)
         out[name] = known[kind]
     return out
 
@@ -187,7 +186,8 @@ def kept_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
         case "full" if unit.input:
             return unit.input // streams
         case "selective":
-            return made_bytes(units, plan, name) - unit.matched // tensor + unit.matched_input // streams
+            again = unit.matched // tensor + (_of_stacks(unit, plan) if unit.stacked else 0)
+            return made_bytes(units, plan, name) - again + unit.matched_input // streams
         case "operators" if unit.input:
             # what a matrix gives before its ranks' terms are summed is whole
             return unit.input // streams + unit.outputs_stream + (unit.outputs - unit.outputs_stream) // tensor
@@ -198,7 +198,18 @@ def made_bytes(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
     """What a unit saves on a rank in one forward of a micro-batch, if nothing is recomputed."""
     unit, tensor = units.get(name, UnitActivations()), plan.layout.tensor
     whole = 0 if tensor == 1 or plan.layout.sequence_parallel else max(0, unit.stream - unit.input)
-    return whole + (unit.kept - whole) // tensor
+    return whole + (unit.kept - whole) // tensor + _of_stacks(unit, plan)
+
+
+def _of_stacks(unit: UnitActivations, plan: Plan) -> int:
+    """What a rank has of stacked layers beyond a tensor rank's share of all.
+
+    Ranks that have whole layers have the inner channels of all their tokens. Ranks that cut them have some channels of the tokens of all.
+    """
+    tensor, cut = plan.layout.tensor, any(style == INNER for _, style in plan.layout.styles)
+    by_tokens = plan.layout.sequence_parallel
+    rows = 0 if by_tokens and not cut else unit.rows - unit.rows // tensor
+    return rows + (0 if by_tokens or cut else unit.inner - unit.inner // tensor)
 
 
 def _tail_bytes(units: dict[str, UnitActivations], plan: Plan, root: str) -> int:
@@ -209,4 +220,6 @@ def _tail_bytes(units: dict[str, UnitActivations], plan: Plan, root: str) -> int
 
 def _again(units: dict[str, UnitActivations], plan: Plan, name: str) -> int:
     unit = units.get(name, UnitActivations())
-    return {"full": unit.kept, "selective": unit.matched, "operators": unit.kept - unit.reused}.get(plan.activations.of(name), 0)
+    decision, tensor = plan.activations.of(name), plan.layout.tensor
+    again = {"full": unit.kept, "selective": unit.matched, "operators": unit.kept - unit.reused}.get(decision, 0) // tensor
+    return again + (_of_stacks(unit, plan) if decision == "full" or (decision == "selective" and unit.stacked) else 0)

@@ -45,6 +45,7 @@ INPUT = ("rowwise", "rowwise_split_input")
 WHOLE = ("position", "partial", "replicate")
 INNER = "inner"
 TERMS = ("partial", INNER)  # ranks compute terms of the gradients of what these styles leave whole
+CLOSING = (*INPUT, INNER)  # the terms of their outputs are summed over ranks
 STYLES = (*OUTPUT, *INPUT, "embedding", INNER, *WHOLE)
 AXIS = ("tensor",)
 _STYLE = re.compile(r"(?P<name>[a-z_]+)(:(?P<blocks>\d+(,\d+)*))?(/(?P<grain>\d+))?\Z")
