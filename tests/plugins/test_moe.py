@@ -443,7 +443,7 @@ def test_the_planner_finds_layouts_for_cut_experts(plan_of) -> None:
         ({"moe__tensor": "cut"}, "moe.tensor", "of no use"),
         ({"moe__name": "mixtral", "moe__tensor": "half"}, "moe.tensor", "whether experts are cut"),
         (
-            {"moe__name": "mixtral", "moe__tensor": "cut", "moe__ffn": 1, "parallel__tensor": 2},
+            {"model__name": "llama", "moe__name": "mixtral", "moe__tensor": "cut", "moe__ffn": 1, "parallel__tensor": 2},
             "parallel.tensor",
             "1 to share among 2",
         ),
