@@ -143,22 +143,22 @@ class PipelineExecutor:
 
     def _backward(self, action: Action) -> None:
         units = self._units[action.stage]
-        with self._engine.backward_of(units, self._due(units)):
+        with self._engine.reductions.backward_of(units, self._due(units)):
             x = self._propagate(action)
         self._give_gradient(action, x)
 
     def _backward_input(self, action: Action) -> None:
         stash = self._stashes[action.stage, action.micro] = []
         with (
-            self._engine.backward_of(self._units[action.stage], {}),
-            self._engine.stashed(stash),
+            self._engine.reductions.backward_of(self._units[action.stage], {}),
+            self._engine.reductions.stashed(stash),
             self._deferral.into(stash),
         ):
             x = self._propagate(action)
         self._give_gradient(action, x)
 
     def _backward_weight(self, action: Action) -> None:
-        self._engine.collect(self._stashes.pop((action.stage, action.micro)), self._due(self._units[action.stage]))
+        self._engine.reductions.collect(self._stashes.pop((action.stage, action.micro)), self._due(self._units[action.stage]))
 
     def _propagate(self, action: Action) -> torch.Tensor | None:
         """Backward of one micro-batch through a stage; returns what it took, with its gradient."""

@@ -107,7 +107,7 @@ def wander(
             engine.update(0.1, 0.0, norm)
         found.append((seen["gathers"], engine.gathers.late - late, seen["peak"]))
     weights = {b.name: engine.full_tensor(b.name) for b in engine.bindings}
-    return found, weights, [unit.name for unit in engine._reduce_order]
+    return found, weights, [unit.name for unit in engine.reductions.order]
 
 
 def all_cases(rank: int, world: int, cases: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -8,15 +8,13 @@
             engine.backward(loss(model(batch)), last=i == len(micro_batches) - 1)
         norm = engine.finish_gradients(); engine.update(lr, clip)
 
-When weights are whole is the business of `partita.state.gathers`. Gradients of a unit are reduced while others compute, in one order on all
-ranks, whatever the order in which a rank finishes them.
+When weights are whole is the business of `partita.state.gathers`, and when gradients are reduced that of `partita.state.reductions`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from partita.state.gathers import Gathers
 from partita.state.journal import Journal
 from partita.state.layout import RuleLayout, build_layout, dtype_of, nested_cuts
 from partita.state.optimizers import Rule, State, rule_reason
+from partita.state.reductions import Reductions
 from partita.state.saved import buffer_slices, renew_copies, slices_to_load, slices_to_save
 from partita.state.scaler import LossScaler
 from partita.state.slices import StateSlice
@@ -44,7 +43,6 @@ from partita_kernels.squares import WORTH_COMPILING
 
 # wire formats of gradients that are a plain cast; others are the business of whoever provides the collectives
 WIRE_DTYPES = ("bfloat16", "float16")
-Gradient = torch.Tensor | Callable[[], torch.Tensor]  # or what computes it
 
 
 class StateEngine:
@@ -90,16 +88,10 @@ class StateEngine:
         # where all data ranks share each gather they must make the same ones; ranks of a pipeline never do
         self._compares = self.stages is None and plan.layout.size(self.layout.placement.parameters) == plan.layout.data > 1
         self._copies = Copies(self.stages, mesh)
+        self._ends = ExitStack()  # what `close` undoes
         self.scaler = LossScaler(plan.precision.loss_scale)
         self.updates = 0
-        self._hooks: list[Any] = []  # handles
         self.share = 1.0  # of one token in the objective, set by the executor: for terms that are attached inside the model
-        self._order: Sequence[Unit] = ()  # to be reduced by the backward under way
-        self._ended: list[Unit] = []  # units in the order in which their gradients were complete
-        self._due: Mapping[Unit, bool] = {}
-        self._issue = 0
-        self._stash: list[tuple[nn.Parameter, Gradient]] | None = None
-        self._pending: list[Unit] = []
         self._scale = torch.zeros((), dtype=torch.float32, device=self.device)
         self._micro = 0
         self._factor = 1.0  # on the gradients of the last update
@@ -166,15 +158,16 @@ class StateEngine:
         self.units = [*blocks, self.root]
         self.buckets = [b for u in self.units for b in u.buckets]
         self._trainable = [b for u in [*reversed(blocks), self.root] for b in u.trainable]
-        self._reduce_order = [u for u in [*reversed(blocks), self.root] if u.trainable]
-        self._learns = self.stages is None  # the order of reductions, in the first update
         self._updates = build_updates(self.buckets, self.layout, self.rules, self._collectives)
         # in the order in which the next forward pass needs them
         self._far = self._make_far_updater([b for u in [self.root, *blocks] for b in u.trainable])
         self._place = {s.name: (b, i) for b in self.buckets for i, s in enumerate(b.layout.segments)}
         prefetch, limit = self.plan.extensions.get("prefetch", 1), self.plan.extensions.get("max_gathered")
         self.gathers = Gathers(self.model, self.root, blocks, self.stages, prefetch, limit)
-        self._install_hooks()
+        if any(b.groups.shard.size > 1 for b in self.buckets) or self._homes.any:
+            self.gathers.install()
+        self.reductions = Reductions([*reversed(blocks), self.root], self.gathers, learns=self.stages is None)
+        self._ends.callback(self.reductions.remove)
 
     def _real_parameter(self, binding: Binding) -> nn.Parameter:
         """The parameter on this device under all of its names: `.data` can't leave the meta device."""
@@ -192,25 +185,6 @@ class StateEngine:
         for bucket in order if self._homes.any else []:
             bucket.wait_updated = lambda b=bucket: far.wait(b)  # type: ignore[misc]
         return far
-
-    def _install_hooks(self) -> None:
-        if any(b.groups.shard.size > 1 for b in self.buckets) or self._homes.any:
-            self.gathers.install()
-        self._slots: dict[nn.Parameter, tuple[Unit, Bucket, int]] = {}
-        # autograd may know a parameter for longer than anyone else, and its hooks must not keep all states and groups alive
-        engine = weakref.ref(self)
-
-        def arrived(parameter: Any) -> None:
-            alive = engine()
-            if alive is not None:
-                alive._arrived(parameter)
-
-        for unit in self.units:
-            for bucket in unit.trainable:
-                for k, parameter in enumerate(bucket.parameters):
-                    assert parameter is not None
-                    self._slots[parameter] = (unit, bucket, k)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     # ------------------------------------------------------------------ backward
 
@@ -234,92 +208,13 @@ class StateEngine:
         reduces = last or (self.cuts_gradients and self._micro % self.plan.schedule.reduce_every == 0)
         self.root.wait_gathered()  # whoever looked at whole weights has freed it since the forward
         due = dict.fromkeys(self.units, last) if reduces else {}
-        with self.gathers.backward(last=last), self.backward_of(self.units, due):
+        with self.gathers.backward(last=last), self.reductions.backward_of(self.units, due):
             self.scaler.scale(loss).backward()
 
     @property
     def cuts_gradients(self) -> bool:
         """Whether gradients are reduced before the last micro-batch, so that each rank keeps its shard only."""
         return bool(self.layout.placement.gradients)
-
-    @contextmanager
-    def backward_of(self, units: Sequence[Unit], due: Mapping[Unit, bool]) -> Iterator[None]:
-        """Run the backward of `units` inside. Ranks that cut their states together run the same backwards in the same order.
-
-        due: units whose gradients are reduced as soon as they are complete, at the end at the latest -> whether these are their last
-        of this update. The gradients of other units stay whole.
-        """
-        for unit in units:
-            unit.arrived = 0
-        self._order, self._due = [u for u in self._reduce_order if u in due], due
-        self._issue = 0
-        self._ended.clear()
-        with self.gathers.backwards():
-            yield
-        self._issue_ready()
-        while self._pending:
-            self._finish(self._pending.pop(0))
-        self._order = ()
-        for unit in units:
-            self.gathers.done(unit)
-
-    @contextmanager
-    def stashed(self, stash: list[tuple[nn.Parameter, Gradient]]) -> Iterator[None]:
-        """Gradients that arrive inside are put into `stash`, for `collect`."""
-        self._stash = stash
-        try:
-            yield
-        finally:
-            self._stash = None
-
-    def collect(self, stash: list[tuple[nn.Parameter, Gradient]], due: Mapping[Unit, bool]) -> None:
-        """Compute what is left to compute in `stash` and add it to the buckets, unit by unit; those of `due` are then reduced."""
-        by_unit: dict[Unit, list[tuple[Bucket, int, Gradient]]] = {}
-        for parameter, gradient in stash:
-            unit, bucket, segment = self._slots[parameter]
-            by_unit.setdefault(unit, []).append((bucket, segment, gradient))
-        stash.clear()
-        ordered = [u for u in self._reduce_order if u in by_unit or u in due]
-        with self.backward_of(ordered, due):
-            for unit in ordered:
-                for bucket, segment, gradient in by_unit.pop(unit, ()):
-                    bucket.collect(segment, gradient if isinstance(gradient, torch.Tensor) else gradient())
-                unit.arrived = unit.expected
-                self._issue_ready()
-
-    def _arrived(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:  # an operation left it for later, or had none to give
-            return
-        if self._stash is not None:
-            self._stash.append((parameter, gradient))
-            return
-        unit, bucket, segment = self._slots[parameter]
-        bucket.collect(segment, gradient)
-        unit.arrived += 1
-        if unit.arrived == unit.expected:
-            if not unit.partly_frozen:  # frozen weights may still be needed for the gradient of the input
-                self.gathers.done(unit)
-            self._ended.append(unit)
-            self._issue_ready()
-
-    def _issue_ready(self) -> None:
-        """Start reductions in the fixed order, as far as units are complete; at most two are under way."""
-        while self._issue < len(self._order):
-            unit = self._order[self._issue]
-            if unit.arrived < unit.expected and self.gathers.in_backward:
-                return
-            self._issue += 1
-            for bucket in unit.trainable:
-                if self._due[unit] or bucket.groups.shard.size > 1:  # what is summed in place must be summed once
-                    bucket.reduce()
-            self._pending.append(unit)
-            while len(self._pending) > 1:
-                self._finish(self._pending.pop(0))
-
-    def _finish(self, unit: Unit) -> None:
-        for bucket in unit.trainable:
-            bucket.wait_reduced(self._due[unit])
 
     # ------------------------------------------------------------------ update
 
@@ -334,31 +229,18 @@ class StateEngine:
         for bucket in trainable:
             self._copies.sum(bucket)
         square = self._square([b for b in trainable if self._copies.owns(b)], extra.dtype)
-        places = self._places(extra.dtype)
+        places = self.reductions.places(extra.dtype, self.device)
         packed = torch.cat([square, extra.to(self.device), self._journal.values(extra.dtype, self.device), *places])
         self._collectives.all_reduce(packed, self._everyone).wait()
         square_sum, *values = packed.tolist()
         if places:
-            count = len(values) - len(self._reduce_order)
-            self._learn(values[count:])
+            count = len(values) - len(self.reductions.order)
+            self.reductions.learn(values[count:])
             del values[count:]
         *values, digests, squares = values
         if self._compares and packed.dtype == torch.float64:
             self._journal.compare(digests, squares, self._everyone.size)
         return self._norm(square_sum), values
-
-    def _places(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """In the first update: for each unit of `_reduce_order` the place at which it was complete here."""
-        if not self._learns:
-            return []
-        place = {id(unit): i for i, unit in enumerate(self._ended)}
-        found = [float(place.get(id(unit), len(self.units))) for unit in self._reduce_order]
-        return [torch.tensor(found, dtype=dtype, device=self.device)]
-
-    def _learn(self, places: list[float]) -> None:
-        """From now on reduce in the order in which gradients are complete: that of all ranks together, so that it is one."""
-        self._learns = False
-        self._reduce_order = [u for _, u in sorted(zip(places, self._reduce_order, strict=True), key=lambda pair: pair[0])]
 
     def _norm(self, square_sum: float) -> float:
         return (square_sum**0.5 if square_sum >= 0 else float("nan")) / self.scaler.value
@@ -432,8 +314,7 @@ class StateEngine:
 
     def close(self) -> None:
         """Give back what lies outside of this process's memory, end threads, and let go of the model. The engine is unusable then."""
-        for hook in self._hooks:
-            hook.remove()
+        self._ends.close()
         self._far.close()
         self._homes.close()
 
