@@ -16,7 +16,7 @@ from partita_kernels.sgd import sgd_
 from partita_kernels.squares import put_squared, squared_norm
 
 if TYPE_CHECKING:
-    from partita_kernels.flash import attention, attention_piece_backward, visible
+    from partita_kernels.flash import attention, attention_piece, attention_piece_backward, visible
     from partita_kernels.glu import geglu, swiglu, swiglu_halves
     from partita_kernels.grouped import grouped_matmul
     from partita_kernels.linear_loss import linear_cross_entropy
@@ -38,6 +38,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_piece",
     "attention_piece_backward",
     "cross_entropy",
     "dequantize_blocks_",
@@ -71,7 +72,7 @@ __all__ = [
 ]
 
 _WHERE = {
-    "flash": ("attention", "attention_piece_backward", "visible"),
+    "flash": ("attention", "attention_piece", "attention_piece_backward", "visible"),
     "glu": ("geglu", "swiglu", "swiglu_halves"),
     "grouped": ("grouped_matmul",),
     "linear_loss": ("linear_cross_entropy",),

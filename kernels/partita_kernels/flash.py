@@ -29,13 +29,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, low: Tensor, high: Tensor, scale:
     return torch.ops.partita.attention(q, k, v, low, high, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
+def attention_piece(
+    q: Tensor, k: Tensor, v: Tensor, low: Tensor, high: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`attention` over some of the keys, for an autograd function of one's own: no gradients, and outputs of any strides."""
+    check(q, k, v, low, high)
+    operation = torch.ops.partita.attention if torch.compiler.is_compiling() else ATTENTION.on(q.device)
+    out, lse = operation(q, k, v, low.contiguous(), high.contiguous(), q.shape[-1] ** -0.5 if scale is None else scale)
+    return out, lse
+
+
 def attention_piece_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, low: Tensor, high: Tensor, scale: float | None = None
 ) -> Three:
     """The share that these keys have in the gradients of q, k and v, where `out` and `lse` are those of all keys. In the dtypes of q, k, v."""
     check(q, k, v, low, high)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.partita.attention_backward(dout, torch.zeros_like(lse), q, k, v, out, lse, low, high, scale)
+    operation = torch.ops.partita.attention_backward if torch.compiler.is_compiling() else ATTENTION_BACKWARD.on(q.device)
+    dq, dk, dv = operation(
+        dout, torch.zeros_like(lse), q, k, v, out, lse.contiguous(), low.contiguous(), high.contiguous(), scale
+    )
+    return dq, dk, dv
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, low: Tensor, high: Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numbers64 import BF16, BOUNDS, F16, F32, compare, error, fresh
 
-from partita_kernels import attention, attention_piece_backward, flash_triton, tuning, visible
+from partita_kernels import attention, attention_piece, attention_piece_backward, flash_triton, tuning, visible
 from partita_kernels.jit import backend
 
 SETTING = os.environ.get("PARTITA_KERNEL_TESTS", "")
@@ -107,7 +107,7 @@ def test_pieces_make_up_the_whole(device, small_blocks):
     q, k, v = (fresh((1, 2, 24, 8), F32, device) for _ in range(3))
     at = torch.arange(24, device=device)
     cuts = [(slice(a, b), visible(at, at[a:b])) for a, b in ((0, 11), (11, 24))]
-    pieces = [attention(q, k[:, :, s], v[:, :, s], *b) for s, b in cuts]
+    pieces = [attention_piece(q, k[:, :, s], v[:, :, s], *b) for s, b in cuts]
     lse = torch.logaddexp(pieces[0][1], pieces[1][1])
     out = sum(o * (z - lse).exp()[..., None] for o, z in pieces)
     exact = [t.double().requires_grad_() for t in (q, k, v)]

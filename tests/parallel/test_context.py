@@ -13,7 +13,8 @@ from layouts import assert_same, planned, reference, spec_of, train
 from packed import packed
 from pool import run_ranks
 
-from partita_parallel import blocks
+from partita_kernels import attention_piece
+from partita_parallel import ring
 
 SGD = ("optimizer=sgd", "optimizer.lr=0.05", "train.grad_clip=0")
 
@@ -34,28 +35,33 @@ def test_attention_in_bfloat16():
     assert max(max(rank) for rank in run_ranks(2, packed, attention_parts, calls)) < 0.1
 
 
+@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_fused_and_the_plain_form_agree(causal, monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 3, 37, 16, generator=g) for _ in range(4))
-    monkeypatch.setattr(blocks, "ROWS", 10)
-    everything = torch.ones(2, 1, 37, 37, dtype=torch.bool)
-    visible = everything.tril() if causal else everything
-    fused, plain = blocks.forward(q, k, v, None, causal), blocks.forward(q, k, v, visible, causal)
-    for a, b in zip(fused, plain, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
-    for a, b in zip(
-        blocks.backward(dout, q, k, v, *fused, None, causal), blocks.backward(dout, q, k, v, *plain, visible, causal), strict=True
-    ):
-        torch.testing.assert_close(a, b, atol=5e-6, rtol=1e-5)
+def test_turns_meet_each_visible_pair_once(causal, packs):
+    """Of all ranks together: what query i sees of key j, by the bounds of the turn in which they meet."""
+    size, tokens = 3, 24
+    columns = [ring.ring_columns(tokens, rank, size) for rank in range(size)]
+    numbers = (torch.rand(2, tokens, generator=torch.Generator().manual_seed(4)) < 0.2).cumsum(1)
+    documents = [numbers[:, c] for c in columns] if packs else None
+    met = torch.zeros(2, tokens, tokens, dtype=torch.int64)
+    for rank in range(size):
+        for turn in ring._turns(rank, size, tokens // size, causal):
+            low, high = ring._bounds(turn, rank, tokens // size, documents, torch.device("cpu"))
+            keys = columns[turn.source][turn.keys]
+            j = torch.arange(len(keys))
+            seen = (j >= low[:, :, None]) & (j < high[:, :, None])
+            met[:, columns[rank][turn.queries][:, None], keys] += seen
+    want = torch.ones(2, tokens, tokens, dtype=torch.int64)
+    want = want * (numbers[:, :, None] == numbers[:, None]) if packs else want
+    assert torch.equal(met, want.tril() if causal else want)
 
 
 def test_queries_that_see_nothing_in_a_piece_take_nothing_from_it():
     q = k = v = torch.ones(1, 1, 2, 4)
-    visible = torch.tensor([[[[True, True], [False, False]]]])
-    out, lse = blocks.forward(q, k, v, visible, False)
+    low = torch.zeros(1, 2, dtype=torch.int32)
+    out, lse = attention_piece(q, k, v, low, torch.tensor([[2, 0]], dtype=torch.int32))
     assert out[0, 0, 1].abs().sum() == 0 and lse[0, 0, 1] == -torch.inf
-    whole, total = blocks.merge(*blocks.forward(q, k, v, None, False), out, lse)
+    whole, total = ring.merge(*attention_piece(q, k, v, low, low + 2), out, lse)
     assert torch.isfinite(whole).all() and torch.isfinite(total).all()
 
 
