@@ -41,7 +41,8 @@ PROVIDED: dict[str, dict[str, str]] = {
     "kernel": {"liger": "partita.train.liger:make_liger"},
     "loss": {"causal": "partita.train.loss:causal", "masked": "partita.train.loss:masked"},
     "optimizer": {name: f"partita.state.optimizers:make_{name}" for name in ("adamw", "adam", "sgd", "lion", "adamw8bit")}
-    | {name: f"partita.state.rules.{name}:make_{name}" for name in ("adagrad", "lamb", "adafactor", "muon")},
+    | {name: f"partita.state.rules.{name}:make_{name}" for name in ("adagrad", "lamb", "adafactor", "muon")}
+    | {name: f"partita.state.rules.torchao:make_{name}" for name in ("torchao_adamw8bit", "torchao_adamw4bit")},
     "executor": {"none": "partita.train.step:PlainExecutor"},
     "collective": {"default": "partita.runtime.collectives:make_collectives"},
 }

@@ -102,7 +102,8 @@ class OptimizerGroup:
 class OptimizerConfig:
     """An update rule by name of the slot `optimizer`."""
 
-    name: str = "adamw"  # adamw, adam, sgd, lion, adagrad, lamb, adafactor, muon, adamw8bit, or one that a plug-in provides
+    # adamw, adam, sgd, lion, adagrad, lamb, adafactor, muon, adamw8bit, torchao_adamw8bit, torchao_adamw4bit, or one that a plug-in provides
+    name: str = "adamw"
     lr: float = 1e-3  # peak learning rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # decay of the moments (Adam family)
     eps: float = 1e-8
