@@ -117,6 +117,15 @@ def mixed() -> list[Case]:
             "train.micro_batch=2",
             "+strategy=zero3",
         ),
+        "cut experts 3d zero2": (*CUBE, "parallel.expert=2", "moe.tensor=cut", "+strategy=zero2"),
+        "cut experts sequence 3d zero3 zbv": (
+            *CUBE,
+            SEQUENCE,
+            "parallel.expert=2",
+            "moe.tensor=cut",
+            "+strategy=zero3",
+            "parallel.schedule=zbv",
+        ),
     }
     return [*(Case(n, DEEP, v) for n, v in found.items()), *(Case(n, EXPERTS, v) for n, v in experts.items())]
 

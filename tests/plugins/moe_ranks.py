@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +27,14 @@ from partita.runtime.mesh import Mesh
 from partita.state.parts import Part, declared
 from partita.train.view import View
 from partita_moe.change import _layer, share_experts
+from partita_moe.dispatch import Exchange
 from partita_moe.layer import MoeLayer
+from partita_moe.packing import PACKINGS
 from partita_moe.routing import EXPERT_CHOICE, SOFTMAX_CHOSEN, Routing
 from partita_parallel.tensor import cut_model
 
 F64 = torch.float64
-CUTS = (("experts", "inner"), ("dense.gate_up", "packed:14,14"), ("dense.up", "colwise"), ("dense.down", "rowwise"))
+CUTS = (("experts", "inner"), ("dense.gate_up", "packed:13,13"), ("dense.up", "colwise"), ("dense.down", "rowwise"))
 
 
 def train(folder: Path, *overrides: str, steps: int = 8, save: bool = False) -> list[dict[str, Any]]:
@@ -73,7 +77,7 @@ def column(lines: list[dict[str, Any]], name: str) -> list[Any]:
 def double_layer(top_k: int, gate: str, shared: int, gelu: bool = False) -> MoeLayer:
     """Four experts with random weights in float64."""
     balance = "none" if gate == EXPERT_CHOICE else "sequence"
-    dense = Mlp(10, 14, "tanh") if gelu else SwiGlu(10, 14)
+    dense = Mlp(10, 13, "tanh") if gelu else SwiGlu(10, 13)
     layer = _layer(dense, Routing(4, top_k, gate, shared=shared, balance=balance, aux_weight=0.0), None)
     generator = torch.Generator().manual_seed(5)
     for p in layer.parameters():
@@ -165,3 +169,61 @@ def bytes_on_the_wire(rank: int, world: int, top_k: int, width: int, tokens: int
     finally:
         dist.all_to_all_single = real
     return sent
+
+
+# ------------------------------------------------------------------ what runs beside what
+
+
+def beside_and_after(rank: int, world: int, formats: list[str]) -> dict[str, tuple[list[str], bool]]:
+    """For each wire format: the order of messages and of the shared expert, forward and backward, and whether outputs and all gradients
+    are to the bit those of a layer that computes the shared expert when all messages have arrived."""
+    torch.set_num_threads(1)
+    found = {}
+    for format in formats:
+        here, after = (_sending_layer(format, world, rank) for _ in range(2))
+        after.companion = lambda flat: None  # type: ignore[method-assign]
+        after.joined = lambda flat, routed, _, layer=after: routed + layer.dense(flat)  # type: ignore[method-assign, misc]
+        x = torch.randn(2, 9 - 4 * rank, 10, generator=torch.Generator().manual_seed(rank))
+        with _noted() as events:
+            here.dense.register_forward_pre_hook(lambda *_: events.append("shared"))
+            here.dense.register_full_backward_pre_hook(lambda *_: events.append("shared back"))
+            one = _both_ways(here, x)
+        two = _both_ways(after, x)
+        found[format] = events, all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    return found
+
+
+def _sending_layer(format: str, world: int, rank: int) -> Any:
+    layer = double_layer(2, SOFTMAX_CHOSEN, 1).float()
+    share_experts(layer, whole_run(Layout(shard=world, expert=world), rank))
+    layer.packing = PACKINGS.get(format)
+    return layer
+
+
+def _both_ways(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in (x, *layer.parameters()) if p.grad is not None)]
+
+
+@contextmanager
+def _noted() -> Iterator[list[str]]:
+    """When messages of rows set out and when they are waited for."""
+    events: list[str] = []
+    start, wait = Exchange.start, Exchange.wait
+
+    def noted_start(self: Exchange, x: torch.Tensor, back: bool = False) -> torch.Tensor:
+        events.append("start")
+        return start(self, x, back)
+
+    def noted_wait(self: Exchange) -> None:
+        events.append("wait")
+        wait(self)
+
+    Exchange.start, Exchange.wait = noted_start, noted_wait  # type: ignore[method-assign]
+    try:
+        yield events
+    finally:
+        Exchange.start, Exchange.wait = start, wait  # type: ignore[method-assign]

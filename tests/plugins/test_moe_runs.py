@@ -21,7 +21,7 @@ sys.path[:0] = [
 import commands
 import layouts
 from against_dense import compare
-from moe_ranks import bytes_on_the_wire, column, compare_layer, train
+from moe_ranks import beside_and_after, bytes_on_the_wire, column, compare_layer, train
 from pool import run_ranks
 from small_models import make_config
 
@@ -51,7 +51,7 @@ def test_shared_out_experts_are_the_layer_of_one_rank(ranks: int) -> None:
             assert max(differences.values()) < 1e-12, differences
 
 
-@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2), pytest.param(3, 3, marks=LONG)])
 def test_cut_experts_are_the_layer_of_one_rank(ranks: int, tensor: int) -> None:
     """Outputs and all gradients in float64, with inner widths that don't divide, with ranks that have no tokens, alike ones and parts."""
     lengths = [2 * tensor, 0][: ranks // tensor]
@@ -68,6 +68,14 @@ def test_bytes_on_the_wire_are_those_of_the_formula(ranks: int, top_k: int) -> N
     tokens, width = 40, 12
     want = 4 * tokens * top_k * width * 4 * (ranks - 1) // ranks
     assert run_ranks(ranks, bytes_on_the_wire, top_k, width, tokens) == [want] * ranks
+
+
+def test_the_shared_expert_runs_while_rows_travel_in_any_format() -> None:
+    """Whatever rows travel as, it runs between their departure and their arrival, in backward too, and no bit depends on it."""
+    forward = ["start", "shared", "wait", "start", "wait"]
+    backward = ["start", "wait", "start", "shared back", "wait"]
+    for found in run_ranks(2, beside_and_after, ["native", "bfloat16", "int8", "fp8"]):
+        assert found == dict.fromkeys(["native", "bfloat16", "int8", "fp8"], (forward + backward, True))
 
 
 # ------------------------------------------------------------------ training
@@ -223,21 +231,12 @@ def test_the_number_of_expert_ranks_may_change(reference: Any, tmp_path: Path) -
     assert_same(train(tmp_path / "weights", *four, resume, "train.resume_optimizer=false", steps=1), want[6:7])
 
 
-def test_cut_experts_are_those_of_the_dense_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=LONG)])
+def test_cut_experts_are_those_of_the_dense_model(tmp_path: Path, model: str) -> None:
     """Logits as for generation, the norm, and the gradient of each parameter put together of the parts that lie on four ranks."""
-    both = (
-        "parallel.data=2",
-        "parallel.expert=2",
-        "zero.stage=3",
-        *CUT,
-        "parallel.sequence_parallel=true",
-        "moe.ffn=13",
-        "model.vocab=301",
-        "model.dropout=0",
-    )
-    for model in ("gpt", "llama"):
-        spec = layouts.spec_of(tmp_path / model, *both, f"model={model}", "moe=deepseek", "moe.balance=none", *SGD)
-        assert run_ranks(4, compare, spec) == [[]] * 4
+    sizes = (f"model={model}", "model.vocab=301", "model.dropout=0", "moe=deepseek", "moe.ffn=13", "moe.balance=none", *SGD)
+    both = ("parallel.data=2", "parallel.expert=2", "zero.stage=3", *CUT, "parallel.sequence_parallel=true")
+    assert run_ranks(4, compare, layouts.spec_of(tmp_path, *both, *sizes)) == [[]] * 4
 
 
 def test_cut_experts_go_on_in_other_layouts(reference: Any, tmp_path: Path) -> None:

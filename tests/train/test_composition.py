@@ -15,6 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("parallel
 
 from layouts import reference, train
 
+EXPERTS = ("moe=deepseek", "moe.experts=4")
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "zero": {
         "stage0": ("zero=stage0",),
@@ -32,7 +33,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "precision": {"fp32": ("precision=fp32",), "bf16": ("precision=bf16",)},
     "recompute": {"none": (), "full": ("recompute=full",)},
-    "moe": {"dense": (), "moe": ("moe=deepseek", "moe.experts=4")},
+    "moe": {"dense": (), "moe": EXPERTS, "cut": (*EXPERTS, "moe.tensor=cut")},
     "compression": {"native": (), "int8": ("compression=int8",)},
 }
 STEPS = 4
@@ -74,7 +75,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize("case", cases())
 def test_composition(case: dict[str, str], tmp_path: Path) -> None:
-    expert = ("parallel.expert=2",) if case["moe"] == "moe" else ()
+    expert = ("parallel.expert=2",) if case["moe"] != "dense" else ()
     overrides = [o for group, choice in case.items() for o in CHOICES[group][choice]]
     got = train(tmp_path, *MODEL, *overrides, *expert, steps=STEPS)
     want = reference(*MODEL, *CHOICES["precision"][case["precision"]], *CHOICES["moe"][case["moe"]], steps=STEPS)
