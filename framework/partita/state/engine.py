@@ -353,7 +353,8 @@ class StateEngine:
             return local.clone()
         total = torch.zeros(s.part.shape, dtype=source.dtype, device=self.device)
         s.part.put(local, total)
-        self._collectives.all_reduce(total, self.mesh.group(s.part.axes)).wait()  # of disjoint parts: exact
+        for axis in s.part.axes:  # one after the other, by groups that all ranks have
+            self._collectives.all_reduce(total, self.mesh.group((axis,))).wait()  # of disjoint parts: exact
         return total
 
     def allocated(self, place: str = "accelerator") -> dict[str, int]:
