@@ -30,7 +30,7 @@ from partita_moe.change import _layer, share_experts
 from partita_moe.dispatch import Exchange
 from partita_moe.layer import MoeLayer
 from partita_moe.packing import PACKINGS
-from partita_moe.routing import EXPERT_CHOICE, SOFTMAX_CHOSEN, Routing
+from partita_moe.routing import EXPERT_CHOICE, SIGMOID, SOFTMAX_CHOSEN, Routing
 from partita_parallel.tensor import cut_model
 
 F64 = torch.float64
@@ -96,14 +96,33 @@ def even_layer(top_k: int, width: int) -> MoeLayer:
     return layer
 
 
-def whole_run(layout: Layout, rank: int) -> Any:
-    """As much of a run as an expert layer asks for."""
+def whole_run(layout: Layout, rank: int, groups: dict[Any, Any] | None = None) -> Any:
+    """As much of a run as an expert layer asks for. groups: that layouts of the same degrees share."""
+    mesh = Mesh(layout, rank, torch.device("cpu"), {} if groups is None else groups)
     engine = SimpleNamespace(share=1.0, scaler=SimpleNamespace(value=1.0), recomputing=False)
-    return SimpleNamespace(mesh=Mesh(layout, rank, torch.device("cpu")), plan=Plan(layout=layout), engine=engine, view=View())
+    return SimpleNamespace(mesh=mesh, plan=Plan(layout=layout), engine=engine, view=View())
+
+
+def compare_cut_layers(rank: int, world: int, lengths: list[int], tensor: int) -> dict[str, float]:
+    """Largest differences of `compare_layer` for several layers, each with all tokens on each rank of a tensor group, and with parts of them."""
+    groups: dict[Any, Any] = {}
+    kinds = ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0, True), (4, SOFTMAX_CHOSEN, 1, True))
+    cases = [(kind, by_tokens) for kind in kinds for by_tokens in (False, True)] + [((2, EXPERT_CHOICE, 0), False)]
+    return {
+        f"{kind} {by_tokens} {what}": off
+        for kind, by_tokens in cases
+        for what, off in compare_layer(rank, world, kind, lengths, tensor, by_tokens, groups).items()
+    }
 
 
 def compare_layer(
-    rank: int, world: int, kind: tuple[Any, ...], lengths: list[int], tensor: int = 1, sequence: bool = False
+    rank: int,
+    world: int,
+    kind: tuple[Any, ...],
+    lengths: list[int],
+    tensor: int = 1,
+    sequence: bool = False,
+    groups: dict[Any, Any] | None = None,
 ) -> dict[str, float]:
     """Largest differences of a layer whose experts are shared out from the same one on one rank, which sees all tokens.
 
@@ -120,7 +139,7 @@ def compare_layer(
     want = [alone(t) for t in every]
     torch.autograd.backward(want, seeds)
     ranks = world // tensor
-    run = whole_run(Layout(shard=ranks, tensor=tensor, expert=ranks, sequence_parallel=sequence, styles=CUTS), rank)
+    run = whole_run(Layout(shard=ranks, tensor=tensor, expert=ranks, sequence_parallel=sequence, styles=CUTS), rank, groups)
     place, group = run.mesh.coordinates["shard"], run.mesh.group(("tensor",))
     if tensor > 1:
         cut_model(shared, run.plan.layout, group)

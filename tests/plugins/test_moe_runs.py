@@ -21,7 +21,7 @@ sys.path[:0] = [
 import commands
 import layouts
 from against_dense import compare
-from moe_ranks import beside_and_after, bytes_on_the_wire, column, compare_layer, train
+from moe_ranks import beside_and_after, bytes_on_the_wire, column, compare_cut_layers, compare_layer, train
 from pool import run_ranks
 from small_models import make_config
 
@@ -54,13 +54,8 @@ def test_shared_out_experts_are_the_layer_of_one_rank(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2), pytest.param(3, 3, marks=LONG)])
 def test_cut_experts_are_the_layer_of_one_rank(ranks: int, tensor: int) -> None:
     """Outputs and all gradients in float64, with inner widths that don't divide, with ranks that have no tokens, alike ones and parts."""
-    lengths = [2 * tensor, 0][: ranks // tensor]
-    for kind in ((1, SIGMOID, 1), (2, SOFTMAX_CHOSEN, 0, True), (4, SOFTMAX_CHOSEN, 1, True)):
-        for sequence in (False, True):
-            for differences in run_ranks(ranks, compare_layer, kind, lengths, tensor, sequence):
-                assert max(differences.values()) < 1e-12, (kind, sequence, differences)
-    for differences in run_ranks(ranks, compare_layer, (2, EXPERT_CHOICE, 0), lengths, tensor):
-        assert max(differences.values()) < 1e-12, differences
+    for differences in run_ranks(ranks, compare_cut_layers, [2 * tensor, 0][: ranks // tensor], tensor):
+        assert len(differences) > 7 * 5 and max(differences.values()) < 1e-12, differences
 
 
 @pytest.mark.parametrize(("ranks", "top_k"), [(2, 1), (2, 3), (4, 2)])
