@@ -98,6 +98,12 @@ def train(rank: int, world: int, name: str, placement: str, replicate: int) -> d
     return run(make(rank, world, name, placement, replicate), rank, world, range(STEPS), config_of(name).lr)
 
 
+def train_eagerly(*args: Any) -> dict[str, torch.Tensor]:
+    """`train` without torch.compile, which takes a minute for a rule."""
+    with torch.compiler.set_stance("force_eager"):
+        return train(*args)
+
+
 def first_half(rank: int, world: int, name: str, placement: str) -> list[StateSlice]:
     """Half the updates; returns what this rank saves."""
     engine = make(rank, world, name, placement, 1)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "distributed")]
+
+import rule_runs
+from pool import run_ranks
 
 from partita.config.schema import OptimizerConfig
 from partita.errors import ConfigError
@@ -50,6 +57,21 @@ def test_updates_are_those_of_torchao(bits):
         for name, moment in zip(rule.states(), moments[i]):
             ours = states[name][i]
             assert (ours != moment.codes[: len(ours)]).float().mean() < 0.01  # next to the middle of two values
+
+
+@installed
+@pytest.mark.parametrize("bits", [8, 4])
+def test_layouts_train_alike(bits):
+    """Odd sizes, replicated and cut; and not far from float32 states."""
+    name = f"torchao_adamw{bits}bit"
+    one = run_ranks(1, rule_runs.train_eagerly, name, "replicated", 1, timeout=60)[0]
+    many = run_ranks(2, rule_runs.train_eagerly, name, "parameters", 1, timeout=60)[0]
+    wide = run_ranks(1, rule_runs.train, "adamw", "replicated", 1, timeout=60)[0]
+    start = dict(rule_runs.Net().named_parameters())
+    for n, value in wide.items():
+        moved = (value - start[n]).norm()
+        assert (many[n] - one[n]).norm() < (0.02 if bits == 8 else 0.1) * moved, n  # sums in another order change some codes
+        assert (one[n] - value).norm() < (0.2 if bits == 8 else 0.5) * moved, n
 
 
 @installed
