@@ -76,9 +76,10 @@ def block_of(bits: int) -> int:
 def _last_block(
     p: Tensor, g: Tensor, scale: Tensor, moments: list[Moment], numbers: Tensor, hyper: tuple[float, ...], bits: int
 ) -> None:
-    """Of less than BLOCK elements, with zeros behind them."""
+    """Of less than BLOCK elements, with zeros behind them; code 0 is no zero."""
     ends = BLOCK * bits // 8, BLOCK // block_of(bits)
-    filled = [Moment(_fill(m.codes, ends[0]), _fill(m.scales, ends[1]), m.table) for m in moments]
+    zeros = [_zero(bits, signed) for signed in (True, False)]
+    filled = [Moment(_fill(m.codes, ends[0], z), _fill(m.scales, ends[1]), m.table) for m, z in zip(moments, zeros, strict=True)]
     whole = _fill(p, BLOCK)
     _compiled()(whole, _fill(g, BLOCK), scale, *filled, numbers, hyper)
     p.copy_(whole[: p.numel()])
@@ -87,8 +88,15 @@ def _last_block(
         to.scales.copy_(changed.scales[: to.scales.numel()])
 
 
-def _fill(t: Tensor, size: int) -> Tensor:
-    return pad(t, (0, size - t.numel()))
+def _fill(t: Tensor, size: int, value: int = 0) -> Tensor:
+    return pad(t, (0, size - t.numel()), value=value)
+
+
+@functools.cache
+def _zero(bits: int, signed: bool) -> int:
+    """A byte of codes that stand for zero, or for the least there is."""
+    code = int(_table(bits, signed, torch.device("cpu")).abs().argmin())
+    return code if bits == 8 else code << 4 | code
 
 
 def _step(
