@@ -29,7 +29,8 @@ part() { # name, seconds allowed, command...
 part "kernel numerics" 180 env PARTITA_KERNEL_TESTS=device "$python" -m pytest -q -p no:cacheprovider tests/kernels
 part "kernel bench" 150 "$python" scripts/bench/kernels.py --compile --json "$out/kernels.json"
 part "layer bench" 100 "$python" scripts/bench/layers.py --json "$out/layers.json"
-part "short train" 140 "$python" scripts/train.py train.steps=20 precision=bf16 launch.ranks=1 "run.dir=$out/train"
+part "product bench" 60 "$python" scripts/bench/products.py --json "$out/products.json"
+part "short train" 110 "$python" scripts/train.py train.steps=20 precision=bf16 launch.ranks=1 "run.dir=$out/train"
 
 echo
 printf '%-18s %-14s %s\n' part result time
