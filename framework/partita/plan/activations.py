@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ class Trace:
     units: dict[str, UnitActivations] = field(default_factory=dict)
     output_numel: int = 0
     reason: str = ""
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """Unit -> a number that units with equal figures share: the planner asks for many plans of many blocks, most of them alike."""
+        known: dict[Any, int] = {}
+        return {name: known.setdefault(tuple(vars(unit).values()), len(known)) for name, unit in self.units.items()}
 
 
 def larger(one: Trace, two: Trace, size: int) -> Trace:

@@ -84,10 +84,10 @@ class _Size(NamedTuple):
 
 
 def _sizes(found: Trace, plan: Plan) -> dict[str, _Size]:
-    """Of each unit; of those that are alike found once, since the planner asks for many plans of many blocks."""
+    """Of each unit; of those that are alike found once."""
     decided, known, out = dict(plan.activations.units), {}, {}
     for name, unit in found.units.items():
-        kind = (*vars(unit).values(), decided.get(name))
+        kind = (found.kinds[name], decided.get(name))
         if kind not in known:
             tensor = plan.layout.tensor
             known[kind] = _Size(kept_bytes(found.units, plan, name), _again(found.units, plan, name), unit.largest // tensor)
@@ -206,6 +206,8 @@ def _of_stacks(unit: UnitActivations, plan: Plan) -> int:
 
     Ranks that have whole layers have the inner channels of all their tokens. Ranks that cut them have some channels of the tokens of all.
     """
+    if not unit.rows + unit.inner:
+        return 0
     tensor, cut = plan.layout.tensor, any(style == INNER for _, style in plan.layout.styles)
     by_tokens = plan.layout.sequence_parallel
     rows = 0 if by_tokens and not cut else unit.rows - unit.rows // tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from partita.plan.activations import Trace
 from partita.plan.draft import PlanDraft
 from partita.plan.kept import logit_bytes, made_bytes, trace
 from partita.plan.operators import ATTENTION, keeps
@@ -111,19 +112,31 @@ def _slowest_stage(draft: PlanDraft, plan: Plan, flops: float, memory: float) ->
     layout, work = plan.layout, work_of(draft, plan)
     tokens = plan.schedule.micro_batch * draft.config.data.sequence / layout.context
     found = trace(draft, plan)
+    decided, known = dict(plan.activations.units), {}
     stages = _ranks_units(draft, plan)
     best = (0.0, 0.0, 0.0)
     for index, units in enumerate(stages):
-        blocks = [u for u in units if u in work.blocks]
-        matrices = sum((work.blocks[u] + work.attention) * (1 + FORWARD * _again(plan, work, u)) for u in blocks)
+        matrices = made = passes = 0.0
+        for u in units:
+            if u not in work.blocks:
+                continue
+            kind = (found.kinds.get(u), decided.get(u), work.blocks[u])
+            if kind not in known:
+                known[kind] = _of_block(plan, work, found, u)
+            here = known[kind]
+            matrices, made, passes = matrices + here[0], made + here[1], passes + here[2]
         last = index == len(stages) - 1
         matrices += work.root if last else 0.0
-        made = sum(made_bytes(found.units, plan, u) * (1 + FORWARD * _again(plan, work, u, False)) for u in blocks)
         traffic = CROSSINGS * (made + (logit_bytes(found, plan) if last else 0))
-        passes = sum(1 + FORWARD * (plan.activations.of(u) != "keep") for u in blocks)
-        here = (tokens * matrices / layout.tensor / flops, traffic / memory, passes)
-        best = max(best, here, key=lambda x: x[0] + x[1])
+        best = max(best, (tokens * matrices / layout.tensor / flops, traffic / memory, passes), key=lambda x: x[0] + x[1])
     return best
+
+
+def _of_block(plan: Plan, work: Work, found: Trace, unit: str) -> tuple[float, float, float]:
+    """(FLOPs of a token, bytes made of a micro-batch, passes) of a block, with what is computed again."""
+    matrices = (work.blocks[unit] + work.attention) * (1 + FORWARD * _again(plan, work, unit))
+    made = made_bytes(found.units, plan, unit) * (1 + FORWARD * _again(plan, work, unit, False))
+    return matrices, made, 1 + FORWARD * (plan.activations.of(unit) != "keep")
 
 
 def _ranks_units(draft: PlanDraft, plan: Plan) -> list[list[str]]:
