@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +57,23 @@ def choose(draft: PlanDraft, registry: Any, judge: Judge, trials: int = 0) -> Ch
     ways = registry.choices(draft)
     if not any(w.needed for w in ways.values()):
         return None
+    with _uncollected():
+        return _chosen(draft, registry, ways, judge, trials)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A search makes many small objects and no cycles: to look through all of them for some again and again is a quarter of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _chosen(draft: PlanDraft, registry: Any, ways: Mapping[str, Any], judge: Judge, trials: int) -> Choice:
     if not draft.cluster.rates.flops:
         draft.problem(_unknown_speed(draft))
     space = Space(draft, registry, {name: w.settings for name, w in ways.items()})
