@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +21,19 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from layers import CPU, DEVICE, Row, Run, interleaved
+
 import partita_kernels as kernels
 from partita_kernels import tuning
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
-CPU = DEVICE.type == "cpu"
-Run = Callable[[], Any]
-Row = dict[str, Any]
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-def interleaved(runs: dict[str, Run], repeat: int) -> dict[str, float]:
-    """Median seconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeat + 1):
-        for name, run in runs.items():
-            synchronize()
-            start = time.perf_counter()
-            run()
-            synchronize()
-            if turn:  # the first warms up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def synchronize() -> None:
-    if not CPU:
-        torch.accelerator.synchronize()
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
